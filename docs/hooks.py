@@ -58,7 +58,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(text: str, page: Any, **_: Any) -> str:
-    """Point to the copies of pages that lie outside of the folder."""
+    """Point to the copies of pages that lie outside of the folder, and keep a number and its error on one line."""
+    text = re.sub(r"(?<=\d) ± (?=\d)", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}", text)
     if page.file.src_uri in ("contributing.md", "changelog.md"):
         text = text.replace("](docs/", "](").replace("](README.md)", "](tutorials/first_run.md)")
     if page.file.src_uri == "examples/scripts.md":

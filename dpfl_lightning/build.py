@@ -119,7 +119,7 @@ def build_module(options: Options, population: Population | Facts) -> ClientModu
 def build_net(options: Options, population: Population | Facts) -> nn.Module:
     """Return a model by name, or a user-defined one by `class_path`, initialised from `seed`.
 
-    Of a ClientModule it is the net, whose parameters are those of the saved models.
+    Of a ClientModule it is the `net`, whose parameters are those of the saved models.
     """
     model = _build_model(options, population)
     return model.net if isinstance(model, ClientModule) else model
@@ -183,19 +183,19 @@ class FederatedLoop(RunSession):
 
     Args:
         population: the clients' private records, and the records for evaluation.
-        module: one client's step, or a net or LightningModule, which `ClientModule` wraps. Its parameters are the
-            initial model, and after `run`, also after an interruption, the trained model, as in `model.pt`. If clients
-            have several models, `client_model` returns each client's; the module has their mean if every client has its
+        module: one client's step, or an `nn.Module` or LightningModule, which `ClientModule` wraps. Its parameters are
+            the initial model, and after `run`, also after an interruption, the trained one, as in `model.pt`. If there
+            are several models, `client_model` returns each client's; the module has their mean if every client has its
             own, and the initial parameters if clusters have theirs. Personal parameters always keep their initial
             values.
         privacy: None is a run without privacy.
-        strategies: at most one of them is a base rule. Without one a strategy's `default_base` is added, or DPFedAvg.
+        strategies: at most one is an aggregation rule. Without one a strategy's `default_base` is added, or DPFedAvg.
         callbacks: nothing is printed without `Progress()`, as in `callbacks=[Progress()]`. Strategies may be here, too.
         engine: fast (the default), serial or trainer.
         output_dir: a new or empty folder; the default is a folder under `runs/`.
         device: "auto", or an accelerator of Lightning Fabric.
         options: the resolved configuration, which is stored with the run.
-        new_net: builds the module's net from a seed, for strategies that start with several models or initialise again.
+        new_net: builds the module's `net` from a seed, for strategies that start with several models or begin again.
         remote: makes the clients, as `LocalClients` does, if their records are at sites; see `sites.server`.
 
     The other arguments are options of `config.options`.
@@ -316,7 +316,7 @@ class FederatedLoop(RunSession):
         return dataclasses.replace(result, model=copy.deepcopy(self.module.net) if single else None)
 
     def client_model(self, client: int) -> nn.Module:
-        """Return a copy of the net with the final model of a client after `run`, and its personal parameters if any.
+        """Return a copy of `net` with the final model of a client after `run`, and its personal parameters if any.
 
         **Privacy** Post-processing: personal parameters are noised, too.
         """
@@ -364,7 +364,7 @@ def _notice(module: ClientModule, clients: ClientOptions) -> None:
 
 
 def _with_base(strategies: Sequence[Strategy]) -> Sequence[Strategy]:
-    """Return the strategies, preceded by a base rule if they contain none."""
+    """Return the strategies, preceded by an aggregation rule if they contain none."""
     if any(strategy.role == "base" for strategy in strategies if isinstance(strategy, Strategy)):
         return strategies
     kind = next((one.default_base for one in strategies if getattr(one, "default_base", None)), None) or SizeWeighted

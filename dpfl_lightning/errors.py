@@ -75,13 +75,13 @@ def require_whole(key: str, value: object, least: int) -> None:
     require(whole and value >= least, key, f"be a whole number >= {least}", value)  # type: ignore[operator]
 
 
-def shortened(text: str) -> str:
-    """Return at most 200 characters of a text.
+def shortened(text: str, most: int = _LONGEST) -> str:
+    """Return at most so many characters of a text.
 
     >>> shortened("rounds"), len(shortened("x" * 1500))
     ('rounds', 200)
     """
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def in_one_line(error: BaseException) -> str:

@@ -62,7 +62,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     import torch
 
     from dpfl_lightning.build import build_module, build_population, build_test_set
-    from dpfl_lightning.federated.client.dummy_data import check_fits
+    from dpfl_lightning.federated.client.checks import check_fits
     from dpfl_lightning.federated.client.engines.serial import SerialEngine
     from dpfl_lightning.federated.client.evaluation import evaluate
     from dpfl_lightning.federated.client.folder import ClientFolder

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _ABOUT = (
     "Run the node of a site in a real federation. init: name the records. accept: agree to a plan. serve: answer the "
-    "server. status: plans and what is left of the budget. verify: check ledgers and plans. withdraw: leave a study. "
+    "server. status: plans and the remaining budget. verify: check ledgers and plans. withdraw: leave a study. "
     "The node releases what its operator has accepted, and nothing else."
 )
 _INIT = ("node --config site.yaml", "node --config site.yaml --privacy.epsilon 2 --name berlin")
@@ -196,7 +196,7 @@ def _meaning(state: StateFolder, terms: Terms) -> str:
 
 
 def _budget(state: StateFolder) -> str:
-    """Return in words what the accepted plans reserve, and what is left."""
+    """Return in words what the accepted plans reserve, and what remains."""
     settings, plans = state.settings(), state.plans().values()
     withdrawn, (epsilon, delta) = sum(one.withdrawn for one in plans), state.reserved()
     left = f"{_left(state, (settings.epsilon_limit, settings.delta_limit))} is left per {settings.unit}"

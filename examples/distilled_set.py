@@ -1,4 +1,4 @@
-"""A distilled set: hospitals release noised sums once, and anybody trains a Lightning model on the images made of them.
+"""A distilled set: hospitals release noisy sums once, and anybody trains a Lightning model on the images made of them.
 
 The second half needs only the folder of the set: no client, and no further privacy budget.
 """

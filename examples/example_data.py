@@ -56,7 +56,7 @@ def hospital_csv(path: Path) -> Path:
 
 
 def admissions(sizes: dict[str, int]) -> dict[str, pandas.DataFrame]:
-    """Return made-up admissions of each client: `CATEGORIES`, age, days in hospital, and `readmitted` (0 or 1)."""
+    """Return synthetic admissions of each client: `CATEGORIES`, age, days in hospital, and `readmitted` (0 or 1)."""
     rng, count = np.random.default_rng(0), sum(sizes.values())
     frame = pandas.DataFrame({name: rng.choice(values, count) for name, values in CATEGORIES.items()})
     frame["age"], frame["days"] = rng.integers(18, 95, count), rng.geometric(0.15, count)
@@ -69,7 +69,7 @@ def admissions(sizes: dict[str, int]) -> dict[str, pandas.DataFrame]:
 
 
 def vital_signs(sizes: dict[str, int]) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
-    """Return made-up hourly series [n, HOURS, 3], lengths [n] and labels [n] of each client: is a patient in shock?
+    """Return synthetic hourly series [n, HOURS, 3], lengths [n] and labels [n] of each client: is a patient in shock?
 
     Heart rate, blood pressure and temperature are scaled by public constants. In shock the heart rate rises and the
     pressure falls until the end; others have had such hours, and recovered.
@@ -86,7 +86,7 @@ def vital_signs(sizes: dict[str, int]) -> dict[str, tuple[Tensor, Tensor, Tensor
 
 
 def cells(sizes: dict[str, int], pixels: int = 32) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return images of made-up cells [n, 1, pixels, pixels] in [0, 1] and masks of the same shape of each client.
+    """Return images of synthetic cells [n, 1, pixels, pixels] in [0, 1] and masks of the same shape of each client.
 
     Cells are ellipses of any brightness; fibres as bright, uneven light and noise are no cells.
     """
@@ -171,6 +171,6 @@ def _shuffled(classes: list[list[list[str]]], most: int) -> tuple[Tensor, Tensor
 
 
 def _shared(sizes: dict[str, int], *tensors: Tensor) -> dict[str, tuple[Tensor, ...]]:
-    """Return the rows of each client, one client after the other; what is left is not used."""
+    """Return the rows of each client, one client after the other; the rest is not used."""
     used = [tensor[: sum(sizes.values())].split(list(sizes.values())) for tensor in tensors]
     return dict(zip(sizes, zip(*used, strict=True), strict=True))

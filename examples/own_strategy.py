@@ -1,7 +1,7 @@
-"""Your strategy: how updates are weighed. It is compared with the default on the same records and the same noise.
+"""Your strategy: how updates are weighed. It is compared with the default on the same records, in one run each.
 
 Budgets differ by a factor of 40, so some updates are mostly noise. The default weighs clients by their data sizes. This
-strategy leaves out the least precise updates. It receives noised updates and public facts, so it costs no privacy. (The
+strategy leaves out the least precise updates. It receives noisy updates and public facts, so it costs no privacy. (The
 package's rule for this case is `noise_aware`.)
 """
 
@@ -39,7 +39,7 @@ def trained(*strategies: Strategy) -> RunResult:
         ClientModule(torch.nn.Linear(64, 10)),
         rounds=10,
         clients=ClientOptions(batch_size=28, learning_rate=0.5),
-        # a simulation: the same key gives the same noise, and protects nobody
+        # a simulation: the key repeats the run, and protects nobody; another strategy draws other noise
         privacy=PrivacyOptions(epsilon=EPSILONS, delta=1e-3, noise_key="00" * 16),
         strategies=strategies,
     ).run()

@@ -22,7 +22,7 @@ from dpfl_lightning.privacy.accounting import accountant
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.clipping import checked as checked_clipping
 from dpfl_lightning.privacy.clipping import fast as fast_clipping
-from dpfl_lightning.privacy.clipping import passes
+from dpfl_lightning.privacy.clipping import passes, trial_records
 from dpfl_lightning.privacy.clipping import reference as clipping
 from dpfl_lightning.privacy.clipping.inputs import Block, joined, take
 from dpfl_lightning.privacy.mechanism import Laplace, Mechanism
@@ -61,7 +61,7 @@ def gaussian_in_place_of_laplace(patch: MonkeyPatch) -> None:
 
 
 def realised_divisor(patch: MonkeyPatch) -> None:
-    """The noised sum is divided by the batch that was drawn."""
+    """The noisy sum is divided by the batch that was drawn."""
     _divide_by_the_batch(patch, noise_too=True)
 
 
@@ -174,7 +174,7 @@ def mixing_model(patch: MonkeyPatch) -> None:
     patch.setattr(ClientModule, "sample_loss", mixed)
     patch.setattr(local_clients, "check_fits", lambda module, population: None)
     patch.setattr(checked_clipping, "_reached_in_company", lambda *args: None)
-    patch.setattr(checked_clipping._Reference, "wrong_parameter", lambda *args: None)
+    patch.setattr(trial_records.Reference, "wrong_parameter", lambda *args: None)
     patch.setattr(passes, "is_private", lambda rows_of, examples, size: True)
 
 
@@ -256,7 +256,7 @@ def rows_drawn(patch: MonkeyPatch) -> None:
 
 
 def persons_of_drawn_rows(patch: MonkeyPatch) -> None:
-    """Rows are drawn at the rate that the accountant assumes for persons; whoever has one of them is in the batch."""
+    """Rows are drawn at the rate assumed for persons; each person with one of them is in the batch."""
     draw = sampling.Poisson.draws
 
     def draws(self, persons, *args):
@@ -291,7 +291,7 @@ def two_persons_of_many_rows(patch: MonkeyPatch) -> None:
 
 
 def divisor_of_the_rows(patch: MonkeyPatch) -> None:
-    """The noised sum is divided by the number of rows that were drawn."""
+    """The noisy sum is divided by the number of rows that were drawn."""
     _divide_by_the_batch(patch, noise_too=True)
 
 

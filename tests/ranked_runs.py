@@ -163,7 +163,7 @@ RUNS: dict[str, Callable[[Path], FederatedLoop]] = {
 }
 
 
-#: no two runs of it are alike
+#: no two runs of it are the same
 PROTECTED = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, accountant="rdp")
 
 

@@ -31,7 +31,7 @@ def test_an_unknown_personal_name_is_refused():
     with pytest.raises(UserError, match="personal"):
         ClientModule(small_net(), personal=["nope"])
     every = [name for name, _ in small_net().named_parameters()]
-    with pytest.raises(UserError, match="`personal` must leave out a parameter of the net"):
+    with pytest.raises(UserError, match="`personal` must leave out a parameter of the model"):
         ClientModule(small_net(), personal=every)
 
 

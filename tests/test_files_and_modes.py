@@ -11,6 +11,7 @@ from sites import asked, federation, listening
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.reporting.mlflow import Tracking
 from dpfl_lightning.sets.distilled_set import CARD, DATA_CARD, TENSORS
 from dpfl_lightning.sites.exchange import Hello, Refused
 from dpfl_lightning.sites.node.service import Node
@@ -39,7 +40,7 @@ class Breaks(Callback):
         raise KeyboardInterrupt
 
 
-def test_every_file_has_the_mode_of_the_table_and_the_table_no_others(make_loop, tmp_path):
+def test_every_file_has_the_mode_of_the_table_and_the_table_no_others(make_loop, new_store, tmp_path):
     before = os.umask(0o022)
     try:
         usual = {"privacy": PrivacyOptions(epsilon=4.0, delta=1e-3, accountant="rdp"), "rounds": 2}
@@ -57,7 +58,11 @@ def test_every_file_has_the_mode_of_the_table_and_the_table_no_others(make_loop,
         with node.state.serving(), listening(node, node.state.path / "socket"):
             found = files_in(node.state.path, "NODE")
             assert stat.S_IMODE(node.state.path.stat().st_mode) == 0o700
-        for folder in (one.output_dir, several.output_dir, broken.output_dir, loop.output_dir):
+        store = new_store(tmp_path / "store")
+        tracked = make_loop(parts=[Tracking("modes", uri=store)], **usual)
+        tracked.run()
+        found |= {name.removeprefix("store/"): mode for name, mode in files_in(tmp_path / "store", "store").items()}
+        for folder in (one.output_dir, several.output_dir, broken.output_dir, tracked.output_dir, loop.output_dir):
             found |= files_in(folder, "RUN")
     finally:
         os.umask(before)

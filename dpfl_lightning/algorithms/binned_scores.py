@@ -1,4 +1,4 @@
-"""Scores from noised counts of records by label and bin of predicted probability."""
+"""Scores from noisy counts of records by label and bin of predicted probability."""
 
 import math
 from typing import NamedTuple

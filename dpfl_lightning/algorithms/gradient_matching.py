@@ -21,7 +21,7 @@ _ALIKE = 1e-3  # relative tolerance: far above float32 rounding, far below the e
 _IMAGES_AT_ONCE = 128  # images in a vectorised pass: more fill an accelerator's memory
 
 ByClass = Mapping[str, Tensor]  # parameter name -> [G, *shape], one gradient for each class
-#: (loss, all parameters of the net, names, images `[g, n, *X]`, classes `[g]`) -> the gradient of the mean loss of each
+#: (loss, all parameters, names, images `[g, n, *X]`, classes `[g]`) -> the gradient of the mean loss of each
 #: class's images, by name `[g, *shape]`, differentiable in the images
 ClassGradientsOf = Callable[[SampleLoss, Params, Sequence[str], Tensor, Tensor], dict[str, Tensor]]
 
@@ -119,7 +119,7 @@ def all_classes_at_once(
 def fastest_class_gradients(
     loss: SampleLoss, params: Params, names: Sequence[str], input_shape: Sequence[int]
 ) -> ClassGradientsOf:
-    """Return `all_classes_at_once` if it moves random images of this net like `class_by_class`, otherwise the latter.
+    """Return `all_classes_at_once` if it moves random images of this model like `class_by_class`, otherwise the latter.
 
     Under `vmap`, torch's LayerNorm silently treats its mean and deviation as constants in second derivatives.
     """

@@ -1,7 +1,9 @@
 """A mixed-effects model of noisy updates: best linear unbiased prediction (BLUP) of each client's mean gradient.
 
 The update per unit step of client i in round t has, in each of its numbers, `y_i(t) = mu + b_i + z_i(t)`: what all
-clients share (the fixed effect, with a flat prior), what distinguishes client i (the random effect), and noise.
+clients share (the fixed effect, with a flat prior), what distinguishes client i (the random effect), and noise. G is
+that of the numbers along the main inputs of a layer (`main_inputs`), without what is along the mean of all clients
+(`RoundProducts._multiply`): it makes the error along these inputs small, as data lie there, not that of all numbers.
 
 | Henderson (1975), Robinson (1991)              | here                                                       |
 | ---------------------------------------------- | ---------------------------------------------------------- |
@@ -29,16 +31,17 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from dpfl_lightning.algorithms.random_effects import limited_shares
-from dpfl_lightning.algorithms.update_geometry import cut, folded, ward
+from dpfl_lightning.algorithms.update_geometry import Updates, folded
+from dpfl_lightning.algorithms.update_groups import find_groups
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64] | Sequence[int]
 
 #: 99.9 % quantile of the Tracy-Widom law of real symmetric matrices
 _TRACY_WIDOM = 3.27
-_UNEXPLAINED = 0.1  # of squared differences between clients, if these form groups
 _LONGEST = 3.0  # a difference may be this many times as long as the median one
 _MOST_INPUTS = 1 << 10  # of a layer, so that its main directions are found in seconds
+_TESTED = 100  # clients that show whether there are groups, so that this takes a second
 _KEPT = 1 << 25  # numbers of the sums of all clients together
 _PRODUCTS = 1 << 22  # entries of products between clients, of all layers together
 
@@ -68,7 +71,8 @@ def blup_weights(covariance: Array, noise: Array, clients: Indices) -> Array:
 def limited_weights(weights: Array, own: NDArray[np.bool_], largest: float) -> Array:
     """Limit weights `[N, C]` to `[-largest, largest]`, except for a client's own; the sum of each row stays 1.
 
-    What is cut off is added to the other positive weights of the row in proportion. Few positive ones become equal.
+    What is cut off is added to the other positive weights of the row in proportion. Where a row has n positive weights,
+    the largest one may be 1 / n of their sum.
 
     Args:
         own: whether the update is that of the row's client, `[N, C]`.
@@ -107,6 +111,8 @@ class NoiseSpectrum:
 
     def edge(self) -> float:
         """Return what the largest eigenvalue of noise exceeds about once in 1,000 matrices (Tracy and Widom, 1996).
+
+        That is so with many numbers. With 10 numbers it is 5 to 18 times.
 
         >>> round(NoiseSpectrum(1.0, 100, 1e9).edge() / (2 * 100**0.5), 3)  # of the semicircle
         1.076
@@ -161,7 +167,7 @@ def main_inputs(sums: Tensor, noise: Tensor) -> Tensor:
     """Return the directions `[in, r]` of the inputs of a layer in which matrices `[n, out, in]` are more than noise.
 
     These are the right singular vectors of the stacked matrices, whitened by their `noise` `[n]`, with singular values
-    above `sqrt(rows) + sqrt(columns)`, the largest one of noise (Marchenko and Pastur, 1967).
+    above `sqrt(rows) + sqrt(columns)`, about the largest one of noise (Marchenko and Pastur, 1967).
     """
     white = (sums / noise.sqrt()[:, None, None]).flatten(0, 1).double()
     rows, columns = white.shape
@@ -213,9 +219,12 @@ def layers_of(parameters: Mapping[str, Tensor], personal: Sequence[str] = ()) ->
 
 
 def _folded(matrices: Tensor, width: int) -> Tensor:
-    """Return matrices `[C, rows, columns]` with at most `width` columns."""
+    """Return matrices `[C, rows, columns]` with at most `width` columns, whose numbers have the variance of noise."""
     count, rows, columns = matrices.shape
-    return matrices if columns <= width else folded(matrices.flatten(0, 1), width).view(count, rows, -1)
+    if columns <= width:
+        return matrices
+    terms = torch.arange(columns - 1, columns - 1 - width, -1).div(width, rounding_mode="floor") + 1  # of each sum
+    return folded(matrices.flatten(0, 1), width).view(count, rows, width) / terms.sqrt().to(matrices)
 
 
 @dataclass(frozen=True)
@@ -253,23 +262,29 @@ class RandomEffects:
     doubt: float
     scale: Array
 
+    def points(self) -> Array:
+        """Return in what groups of clients differ, `[n, k]`, in units of the mean gradient; the most in the last."""
+        return self.positions * self.scale[:, None]
+
     def groups(self) -> list[NDArray[np.int64]]:
         """Return the clients of each group; one group if no differences are found, none if they form no groups.
 
-        Groups are those of the weighted Ward clustering, as many as explain nine tenths of all differences, but at most
-        two more than there are directions.
+        Of more than a hundred clients these many decide, and the others get the nearest group.
         """
-        count, directions = self.positions.shape
-        if directions == 0:
+        count = len(self.clients)
+        if not self.positions.size:
             return [self.clients]
-        points = self.positions * self.scale[:, None]
-        added, merges = ward((points @ points.T)[None], self.scale**-2)
-        total = added[0].sum()
-        for groups in range(2, min(directions + 2, count // 2) + 1):
-            unexplained = added[0][: count - groups].sum() / total
-            if unexplained < _UNEXPLAINED + self.doubt * (count - groups) / (count - 1):
-                return [self.clients[members] for members in cut(merges[0], groups)]
-        return []
+        points = self.points()
+        noise = math.sqrt(self.doubt * float((self.positions**2).sum()) / self.positions.size) * self.scale
+        tested = np.sort(np.random.default_rng(0).permutation(count)[:_TESTED])
+        updates = Updates(points[tested] @ points[tested].T, noise[tested], self.positions.shape[1])
+        members = [tested[one] for one in find_groups(updates).members]
+        if len(members) == 1:
+            return []
+        means = np.stack([np.average(points[one], axis=0, weights=self.scale[one] ** -2) for one in members])
+        others = np.setdiff1d(np.arange(count), tested)
+        nearest = ((points[others, None] - means) ** 2).sum(axis=2).argmin(axis=1)
+        return [self.clients[np.sort(np.r_[one, others[nearest == group]])] for group, one in enumerate(members)]
 
     def own_weight(self) -> float:
         """Return the mean weight of a client's own update in its prediction, over the rounds so far: 1 / n to 1."""
@@ -297,6 +312,8 @@ class RoundProducts:
         self.products, self.variance, self.pairs = np.zeros((3, *shape))
         #: of each client, the sum of its noise variances, and its rounds
         self.noise, self.rounds = np.zeros((2, self.num_clients))
+        #: [i, j] counts the pairs of rounds of which client i was in the later one and client j in the earlier one
+        self.later = np.zeros((self.num_clients, self.num_clients))
         self.sums: list[Tensor] = []  # of each layer's matrices, over rounds: [N, out, in]
 
     @torch.no_grad()
@@ -318,6 +335,7 @@ class RoundProducts:
                     self._block_of[place], now, self.sums[place][seen], noise, np.ix_(np.array(clients), seen)
                 )
             self.sums[place][clients] += now
+        self.later[clients] += self.rounds
         self.noise[clients] += noise
         self.rounds[clients] += 1
 
@@ -347,12 +365,14 @@ class RoundProducts:
     def _means(self, blocks: slice, known: NDArray[np.int64]) -> _Means:
         parts = (part[blocks].sum(axis=0) for part in (self.products, self.variance, self.pairs))
         products, variance, pairs = ((one + one.T)[np.ix_(known, known)] for one in parts)
-        rounds, off = self.rounds[known], ~np.eye(len(known), dtype=bool)
-        scale = np.sqrt(self.noise[known]) / rounds
+        off, scale = ~np.eye(len(known), dtype=bool), np.sqrt(self.noise[known]) / self.rounds[known]
         unit = np.maximum(pairs, 1.0) * np.outer(scale, scale)
-        different = np.outer(rounds, rounds) - np.minimum(rounds, rounds[:, None])  # pairs of different rounds
-        numbers = float((pairs / different)[off].mean())
+        numbers = float((pairs / self._round_pairs(known))[off].mean())
         return _Means(products / unit, float((variance / unit**2)[off].mean()), scale, max(numbers, 1.0))
+
+    def _round_pairs(self, clients: NDArray[np.int64]) -> Array:
+        """Return of each pair of these clients in how many pairs of different rounds they were there, `[n, n]`."""
+        return (self.later + self.later.T)[np.ix_(clients, clients)]
 
     def effects(self) -> RandomEffects:
         """Return what the products show of the random effects."""
@@ -369,12 +389,32 @@ class RoundProducts:
         between, others = rest @ vectors[:, found], rest @ vectors[:, ~found]
         for block in np.flatnonzero(self.pairs.any(axis=(1, 2))):
             one = self._means(slice(block, block + 1), clients)
-            covariance[block][np.ix_(clients, clients)] = _covariance(one, between, others)
+            known = _covariance(one, between, others)
+            covariance[block] = known.diagonal().mean() * np.eye(count)  # clients not seen twice differ like others
+            covariance[block][np.ix_(clients, clients)] = known
         strength, overlap = noise.signals(values[found])
         # directions are wrong by noise, and each client's mean has noise along them
         wrong = strength @ (1 - overlap) + len(clients) * len(strength) / every.numbers
         doubt = float(wrong / max(strength.sum(), 1e-300))
         return RandomEffects(covariance, clients, between * np.sqrt(strength), doubt, every.scale)
+
+    def spread(self) -> tuple[float, float]:
+        """Return the variance between the clients' mean gradients, of all numbers together, and its standard error.
+
+        The latter is that of noise: what clients differ in makes it larger.
+        """
+        clients = np.flatnonzero(self.rounds > 1)
+        place, count = np.ix_(clients, clients), len(clients)
+        whole, kept = np.zeros((2, len(self.products), 1, 1))  # numbers of each block, and without those folded away
+        for block, layer, sums in zip(self._block_of, self.layers, self.sums, strict=False):
+            whole[block] += len(layer.places)
+            kept[block] += sums[0].numel()
+        fold = whole / np.maximum(kept, 1.0)
+        totals = (fold * self.products).sum(axis=0), (fold**2 * self.variance).sum(axis=0)
+        products, variance = ((one + one.T)[place] for one in totals)
+        own = np.eye(count) / count
+        weights = (own - (1 - np.eye(count)) / (count * (count - 1))) / self._round_pairs(clients)
+        return float((weights * products).sum()), float(np.sqrt(2 * (weights**2 * variance).sum()))
 
     def state_dict(self) -> dict[str, Any]:
         arrays = {name: torch.from_numpy(getattr(self, name).copy()) for name in _ARRAYS}
@@ -386,14 +426,15 @@ class RoundProducts:
         self.sums = [one.clone() for one in state["sums"]]
 
 
-_ARRAYS = ("products", "variance", "pairs", "noise", "rounds")
+_ARRAYS = ("products", "variance", "pairs", "noise", "rounds", "later")
 
 
 def _covariance(one: _Means, between: Array, others: Array) -> Array:
     """Return G of a layer: `sum_k s_k u_k u_k'` of contrasts between groups, and `tau^2 I` of single clients.
 
-    Method of moments: a product along a direction u of length 1 has the mean `u' G u`, whitened. A client adds to tau^2
-    at most nine times the median, so that one that sends anything does not make all others count as different.
+    Method of moments: a product along a fixed direction u of length 1 has the mean `u' G u`, whitened. The directions
+    are those in which the products are largest, so s_k is too large and tau^2 too small, the less the more numbers. A
+    client adds to tau^2 at most nine times the median, so that one that sends anything does not make all others differ.
 
     Args:
         between: directions in which groups of clients differ `[n, k]`.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 Vector = NDArray[np.float64]
 
-LEAST = 1e-3  # noise counts as at least this share of the median, so that weights are finite
+_LEAST = 1e-3  # noise counts as at least this share of the median, so that weights are finite
 _SIGMAS = 4.0  # standard deviations of noise that count as noise
 _LONGEST = 3.0  # a signal may be this many times as long as the median one
 
@@ -31,11 +31,20 @@ def spread_of_rounds(now: Tensor, before: Tensor, noise: Vector) -> tuple[float,
     >>> spread_of_rounds(torch.tensor([[0.0], [2.0]]), torch.tensor([[0.0], [4.0]]), np.ones(2))
     (2.0, 0.5)
     """
-    weight = 1 / np.maximum(noise, LEAST * np.median(noise)) if noise.all() else np.ones(len(noise))
+    weight = 1 / at_least(noise) if noise.all() else np.ones(len(noise))
     weight = weight / weight.sum()
     share = torch.from_numpy(weight).to(now)
     both = ((now - share @ now) * (before - share @ before)).sum(dim=1, dtype=torch.float64).cpu().numpy()
     return float(weight @ both), float(1 - weight @ weight)
+
+
+def at_least(noise: Vector) -> Vector:
+    """Return noise variances `[C]`, raised to a thousandth of the median positive one.
+
+    >>> at_least(np.array([0.0, 1.0, 2.0, 1e9])).tolist()
+    [0.002, 1.0, 2.0, 1000000000.0]
+    """
+    return np.maximum(noise, _LEAST * np.median(noise[noise > 0])) if noise.any() else noise
 
 
 def excess(squares: Vector, noise: Vector, num_params: int) -> Vector:
@@ -104,7 +113,7 @@ def lengths_of_signals(products: Vector, variance: Vector) -> Vector:
     between = max(beyond / (weight.sum() - weight @ weight / weight.sum()), 0.0)
     precision = 1 / np.maximum(between + variance, 1e-300)
     mean = precision @ products / precision.sum()
-    length = np.maximum(mean + between * precision * (products - mean), LEAST * abs(mean))
+    length = np.maximum(mean + between * precision * (products - mean), _LEAST * abs(mean))
     length = np.minimum(length, _LONGEST * np.median(length))
     return length / length.mean()
 
@@ -124,7 +133,7 @@ def shares(error: Vector, bias: float, target: Vector, largest: float | None = N
     [0.692, 0.308]
     """
     counted, share = target > 0, target
-    if least := LEAST * np.median(error[counted]):
+    if least := _LEAST * np.median(error[counted]):
         weight = np.where(counted, 1 / np.maximum(error, least), 0.0)
         share = bias * target * weight
         share = share + weight * max(1 - share.sum(), 0.0) / weight.sum()

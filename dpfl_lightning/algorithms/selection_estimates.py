@@ -1,4 +1,4 @@
-"""Estimates for the selection of clients: heterogeneity from noised losses, and how equally clients take part."""
+"""Estimates for the selection of clients: heterogeneity from noisy losses, and how equally clients take part."""
 
 import math
 
@@ -11,12 +11,12 @@ Vector = NDArray[np.float64]
 def shrunken_heterogeneity(
     mean_report: ArrayLike, reports: ArrayLike, noise_std: ArrayLike, max_loss: float
 ) -> tuple[Vector, float]:
-    """Shrink each client's mean noised loss `[N]` towards the mean of all, as far as noise explains the differences.
+    """Shrink each client's mean noisy loss `[N]` towards the mean of all, as far as noise explains the differences.
 
     `reports` `[N]` >= 0 are numbers of reports (a mean of none may have any value), `noise_std` `[N]` > 0 is that of
     one report; estimates are clipped to [0, max_loss]. Also returned is the variance between clients without noise; if
     it is 0, the estimates are equal. Losses at the server's model replace F_n(w*) - F_n*, with F_n* = 0.
-    Post-processing of noised reports.
+    Post-processing of noisy reports.
 
     Reference: DerSimonian and Laird (1986), with a test for the presence of that variance; not in the paper.
 

@@ -1,4 +1,4 @@
-"""Training of nets by the server on public or synthetic data."""
+"""Training of models by the server on public or synthetic data."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ def torch_seed(generator: np.random.Generator) -> int:
 
 @dataclass(frozen=True)
 class Training:
-    """Settings of training a net on a set: SGD on shuffled batches.
+    """Settings of training a model on a set: SGD on shuffled batches.
 
     Args:
         decayed: whether the learning rate is divided by ten in the second half of the epochs.

@@ -1,4 +1,4 @@
-"""Checks of noised releases: the size of the noise, and how well it hides one added record."""
+"""Checks of noisy releases: the size of the noise, and how well it hides one added record."""
 
 import dataclasses
 import math

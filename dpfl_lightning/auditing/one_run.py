@@ -97,7 +97,7 @@ def _scores(subject: AuditTarget, scene: Scene) -> np.ndarray:
 
 
 def _counts(scene: Scene, now: Tensor, summed: Tensor, mechanism: Mechanism, steps: int) -> np.ndarray:
-    """Estimate how often each canary is in a sum of noised gradients `[P]`, `[m]`, by ridge regression on gradients.
+    """Estimate how often each canary is in a sum of noisy gradients `[P]`, `[m]`, by ridge regression on gradients.
 
     Given the prior of the coins and the sampling, and the planned noise, this is the best linear estimate.
     """

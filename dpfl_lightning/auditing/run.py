@@ -81,7 +81,7 @@ def _with_plain_sgd(loop: FederatedLoop, left_out: list[str]) -> FederatedLoop:
     module = loop.module
     if not module.plain_sgd(loop.config.optimizer):
         left_out.append(
-            "the optimiser: the audit uses plain SGD in its place, because every optimiser sees noised gradients only"
+            "the optimiser: the audit uses plain SGD in its place, because every optimiser sees noisy gradients only"
         )
     if module.optimizer_from:
         module = copy.deepcopy(module)

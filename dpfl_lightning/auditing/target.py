@@ -35,7 +35,7 @@ class Release:
 
 @dataclass(frozen=True)
 class AuditTarget:
-    """One client: its noised sums, and the claims about them.
+    """One client: its noisy sums, and the claims about them.
 
     `replace_one` means that neighbours differ in a record's value instead of its presence; `sampling` is "poisson" or
     "shuffle".

@@ -253,7 +253,7 @@ class _Values:
 
     def _put_below(self, parent: str, names: Sequence[str], value: Any, origin: str) -> None:
         """Set one option inside the mapping of `parent`, starting from its current or default value."""
-        # Named strategies replace the default, as they do in a file; a run without a base rule gets one later.
+        # Named strategies replace the default, as they do in a file; a run without an aggregation rule gets one later.
         default = {} if parent == "strategies" else self._keys[parent].default
         current = self._values.get(parent, default)
         options = copy.deepcopy(current) if isinstance(current, dict) else {}

@@ -127,7 +127,7 @@ class ClientOptions(Section, section="clients"):
             noise-aware paper; null uses all records of the client in every step (a full batch).
         local_epochs: passes over the client's records in a round.
         learning_rate: learning rate of local steps.
-        optimizer: what local steps do with noised gradients: {name: sgd, momentum: 0.9}, {name: adam} or {name: adamw};
+        optimizer: what local steps do with noisy gradients: {name: sgd, momentum: 0.9}, {name: adam} or {name: adamw};
             every client starts each round with a new optimiser. It costs no privacy. A LightningModule with
             `configure_optimizers` or ClientModule(optimizer=...) uses that instead, and its learning rate.
         schedule: factor of the learning rate in each round, such as {name: cosine, warmup_rounds: 5}, {name: linear},

@@ -6,6 +6,8 @@ import gzip
 import json
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,27 @@ def read_json(path: Path, advice: str = _RESTORE, format: int | None = None) -> 
     if format is not None:
         check_format(path, content.pop("format", None), format)
     return dict(content)
+
+
+@contextmanager
+def expecting(path: Path, must: str, advice: str = _RESTORE) -> Iterator[None]:
+    """Turn errors that a file's content causes within the block into one UserError; one that is raised there stays."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        got = f"a file without {error}" if isinstance(error, KeyError) else "others"
+        raise UserError(f"`{path}` must {must}, got {got}. {advice}") from None
+
+
+def read_key(path: Path, advice: str) -> bytes:
+    """Return the key of 32 bytes in a file of 64 hexadecimal digits. Raises UserError if it is missing or damaged."""
+    with expecting(path, "hold 64 hexadecimal digits", advice):
+        key = bytes.fromhex(read_bytes(path, advice=advice).decode())
+        if len(key) != 32:
+            raise ValueError("another length")
+        return key
 
 
 def check_format(path: Path, stated: object, number: int) -> None:

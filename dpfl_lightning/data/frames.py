@@ -572,7 +572,7 @@ def not_numeric(column: Series, table: Table) -> tuple[str, str]:
         other = other or written.get("decimal", "") == read.get("thousands")
         got = " and ".join(MARK_WORDS[name] for name in written) or "decimal points"
         advice = (
-            "A file has one decimal mark and one separator of thousands: write all its columns alike, or drop this."
+            "A file has one decimal mark and one separator of thousands: write all columns in one way, or drop this."
         )
         return f"numbers with {got}", advice if numeric or other else f"Write read: {inline(written)}."
     numbers = pandas.to_numeric(column, errors="coerce").notna() | column.isna()

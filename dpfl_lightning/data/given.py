@@ -177,7 +177,7 @@ def _tensor(value: Any, where: str) -> Tensor:
         raise UserError(f"`{where}` must hold numbers, got {got}. {advice}") from error
 
 
-def check_alike(pairs: Sequence[tuple[str, Inputs, Tensor]], num_classes: int | None, label: str = "y") -> int:
+def check_same_form(pairs: Sequence[tuple[str, Inputs, Tensor]], num_classes: int | None, label: str) -> int:
     """Check that every source (its name, x, y) fits the first one, and return num_classes, 1 for a regression.
 
     `label` is the name of y in messages.

@@ -12,8 +12,8 @@ from dpfl_lightning.errors import UserError, require
 
 Parts = list[np.ndarray]
 
-# In these partitions clients have the same distribution: any random part of a test set matches their records.
-ALIKE = ("iid", "sizes", "overlapping")
+#: partitions in which clients have the same distribution: any random part of a test set matches their records
+IID = ("iid", "sizes", "overlapping")
 
 
 def partition(name: str, labels: np.ndarray, num_clients: int, rng: np.random.Generator, /, **options: Any) -> Parts:
@@ -188,7 +188,7 @@ def matching_test_rows(
     """Return test rows for each client that match its records: a disjoint share, or `each` rows drawn independently."""
 
     def shares(labels_of: Parts) -> Parts:
-        if name in ALIKE:
+        if name in IID:
             return np.array_split(rng.permutation(len(test_labels)), len(labels_of))
         counts = np.array([np.bincount(labels, minlength=num_classes) for labels in labels_of])
         return matched_shares(test_labels, counts, rng)

@@ -25,12 +25,12 @@ from dpfl_lightning.data.frames import (
     tables_of,
     warn_of_equal_tables,
 )
-from dpfl_lightning.data.given import Classes, Source, check_alike, check_range, check_rows
+from dpfl_lightning.data.given import Classes, Source, check_range, check_rows, check_same_form
 from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_labels
 from dpfl_lightning.data.images import image_folders
 from dpfl_lightning.data.lazy import LazyInputs, coins, scanned
 from dpfl_lightning.data.modules import datasets_of
-from dpfl_lightning.data.partition import ALIKE, Parts, as_classes, matching_test_rows, with_held_out
+from dpfl_lightning.data.partition import IID, Parts, as_classes, matching_test_rows, with_held_out
 from dpfl_lightning.data.partition import partition as divide
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Block, Inputs, joined, record_shape, take
@@ -277,8 +277,8 @@ class Population:
             with_share = round(records_per_client / (1 - held_out_per_client % 1))  # a share is below 1
             options["records_per_client"] = with_share + int(held_out_per_client)
         x, y, pool, test, public = dataset.stored(public_records, use_public)
-        must = f"be {', '.join(ALIKE)} if a record has several labels"
-        require(y.ndim == 1 or name in ALIKE, "data.partition.name", must, name)
+        must = f"be {', '.join(IID)} if a record has several labels"
+        require(y.ndim == 1 or name in IID, "data.partition.name", must, name)
         labels = as_classes(y.numpy()) if y.ndim == 1 else np.zeros(len(y), dtype=np.int64)
         kinds = max(dataset.num_classes, int(labels.max()) + 1)
         parts = [pool.start + part for part in divide(name, labels[pool], num_clients, rng, **options)]
@@ -338,7 +338,7 @@ class Population:
             clients: a list of the clients' records, or a mapping from the clients' names to them. The records of a
                 client are a pair of tensors or arrays, x [n, *X] and y [n, ...] (integers: classes, -100 for a pixel or
                 token to ignore; floating: a regression), or a map-style torch Dataset of such (x, y). x may be floating
-                or whole numbers, an image of PIL (scaled to [0, 1]), a tuple of tensors (the arguments of the net) or a
+                or whole numbers, an image of PIL (scaled to [0, 1]), a tuple of tensors (the model's arguments) or a
                 dictionary (its keywords). Longer tuples end with y; dictionaries may contain y, as `labels` or so.
             test: the test set of the run in the same form, or None.
             held_out: probability in [0, 1) with which each record is held out. Each record and `seed` decide alone, so
@@ -385,7 +385,7 @@ class Population:
         else:
             xs, ys = zip(*(source.read() for source in sources), strict=True)
         pairs = [(source.where, x, y) for source, x, y in zip(sources, xs, ys, strict=True)]
-        num_classes = check_alike(pairs, num_classes, sources[0].label)
+        num_classes = check_same_form(pairs, num_classes, sources[0].label)
         parts = [part for x in xs for part in tree_leaves(x) if part.is_floating_point() and part.numel()]
         if any(float(part.square().mean()) > _LARGE**2 for part in parts):
             warn_user(
@@ -408,11 +408,11 @@ class Population:
             held_out_rows.append(rows[is_held_out[rows]])
             must = f"leave a training record of the {len(rows)} of {source.where}"
             require(len(train[-1]) > 0, "held_out", must, held_out, "Hold out less, or change the seed.")
-        alike = [whose[client] for client, rows in enumerate(train) if _is_constant(y[rows])]
-        if alike:  # a private fact, for the owner of the records: the server is not told
-            more = f" and {len(alike) - 8} more" if len(alike) > 8 else ""
+        constant = [whose[client] for client, rows in enumerate(train) if _is_constant(y[rows])]
+        if constant:  # a private fact, for the owner of the records: the server is not told
+            more = f" and {len(constant) - 8} more" if len(constant) > 8 else ""
             told = "all training records have the same label, so that nothing can be learnt there"
-            warn_user(f"{', '.join(alike[:8])}{more}: {told}")
+            warn_user(f"{', '.join(constant[:8])}{more}: {told}")
         test_rows = None if test is None else torch.arange(ends[-1], len(y))
         rows_of = _tensors(train), _tensors(held_out_rows), test_rows
         schema = {"classes": [] if classes is None else list(map(str, classes))}

@@ -75,10 +75,10 @@ records of a batch. Use nn.GroupNorm(2, 4) instead, or freeze its statistics by 
         require(not isinstance(layer, ScriptModule), f"net.{name}".rstrip("."), "be Python code", "TorchScript", advice)
     for name, parameter in net.named_parameters():
         has_shape = not isinstance(parameter, UninitializedParameter)
-        kind, advice = type(parameter).__name__, "Pass one batch through the net first."
+        kind, advice = type(parameter).__name__, "Pass one batch through the model first."
         require(has_shape, f"net.{name}", "have a shape", kind, advice)
         hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
-        advice = "Clipped and noised gradients do not pass them: change what `forward` computes instead."
+        advice = "Clipped and noisy gradients do not pass them: change what `forward` computes instead."
         require(not hooks, f"net.{name}", "have no hooks of its gradient", "some", advice)
         advice = "Make the model outside of torch.device('meta'), or load its weights first."
         require(not parameter.is_meta, f"net.{name}", "hold values", "a tensor on the device meta", advice)

@@ -92,7 +92,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class ClassAugmentation:
-    """One operation for each class, with one set of parameters: all images of a class are changed alike.
+    """One operation for each class, with one set of parameters: all images of a class are changed in the same way.
 
     A record is mapped to one record, independently of all others, so clipping still bounds its influence. `operations`
     `[num_classes]` are names in `OPERATIONS`, `numbers` `[num_classes][3]` uniform in [0, 1) give their parameters.

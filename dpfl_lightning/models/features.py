@@ -1,4 +1,4 @@
-"""Random features of records: what nets with random parameters make of them, each record by itself."""
+"""Random features of records: the outputs of models with random parameters, each record by itself."""
 
 from collections.abc import Callable
 
@@ -14,8 +14,8 @@ COUNT_WEIGHT = 0.2  # of the constant feature, whose sum counts records
 def record_features(module: Model, nets: Tensor, x: Tensor) -> list[Tensor]:
     """Return parts `[B, d]` of each record of `x [B, *X]`: its values, and its features in each of `nets` `[M, P]`.
 
-    Each row has norm 1, or 0 if all its features are 0. Features are the inputs of the last layer of a net that is an
-    `nn.Sequential` with a linear last layer, and otherwise the net's outputs.
+    Each row has norm 1, or 0 if all its features are 0. Features are the inputs of the last layer of a model that is an
+    `nn.Sequential` with a linear last layer, and otherwise the model's outputs.
     """
     features = _features(module)
     return [_normalised(x), *(_normalised(features(net, x)) for net in nets)]
@@ -33,7 +33,7 @@ def part_weight(parts: int) -> float:
 
 
 def _features(module: Model) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the features as a function of a net `[P]` and `x`."""
+    """Return the features as a function of the parameters `[P]` and `x`."""
     net = module.net
     if not (type(net) is nn.Sequential and len(net) > 1 and isinstance(net[-1], nn.Linear)):
         return lambda flat, x: module.output(module.unflatten(flat), x)

@@ -1,4 +1,4 @@
-"""A trainable model: a net, the loss of each record, and its parameters as one flat vector."""
+"""A trainable model: an `nn.Module`, the loss of each record, and its parameters as one flat vector."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +24,10 @@ def forward_chunk(device: torch.device) -> int:
 
 
 class Model(nn.Module):
-    """A net with a loss for each record, `[B, *X]` -> the outputs of its task, such as `[B, num_classes]`.
+    """An `nn.Module` with a loss for each record, `[B, *X]` -> the outputs of its task, such as `[B, num_classes]`.
 
     The arguments are those of `ClientModule`, which adds the private training step. Records that are a tuple of tensors
-    are the net's arguments; of a dictionary the net gets the keys that `forward` has, or the only tensor. Raises
+    are its arguments; of a dictionary it gets the keys that `forward` has, or the only tensor. Raises
     UserError if a layer mixes records (BatchNorm in training mode), no parameter is trainable, or an argument does not
     fit.
 
@@ -35,7 +35,7 @@ class Model(nn.Module):
     15
     """
 
-    #: the task that fits net and data, once a run knows both; `task_note` says where it comes from,
+    #: the task that fits model and data, once a run knows both; `task_note` says where it comes from,
     #: and `task_advice` how to choose another one; `scores` are names of what an evaluation measures, `further_scores`
     #: of what it could
     task: Task | None = None
@@ -66,8 +66,8 @@ class Model(nn.Module):
         self._further_names = further_names(net)  # known once, because finding them takes half of a call
         self._shapes = {name: p.shape for name, p in net.named_parameters() if p.requires_grad}
         for name in self.personal:
-            require(name in self._shapes, "personal", f"name parameters of the net ({', '.join(self._shapes)})", name)
-        must = "leave out a parameter of the net, as the others stay with the client"
+            require(name in self._shapes, "personal", f"name parameters of the model ({', '.join(self._shapes)})", name)
+        must = "leave out a parameter of the model, as the others stay with the client"
         require({*self.personal} != {*self._shapes}, "personal", must, self.personal)
 
     def sample_loss(self, params: Params, x: Inputs, y: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class Model(nn.Module):
         return self.loss(self.output(params, x), y)
 
     def output(self, params: Params, x: Inputs) -> Tensor:
-        """Return the outputs `[B, ...]` of the net with parameters `params` for `x [B, *X]`.
+        """Return the outputs `[B, ...]` of `net` with parameters `params` for `x [B, *X]`.
 
         They are what it returns, its `logits` if it returns an object or a dictionary, or the first of a list.
         """
@@ -159,12 +159,12 @@ class Model(nn.Module):
 
 
 def has_frozen(net: nn.Module) -> bool:
-    """Whether a net has frozen parameters, which the files of a run leave out."""
+    """Whether a model has frozen parameters, which the files of a run leave out."""
     return any(not parameter.requires_grad for parameter in net.parameters())
 
 
 def load_trained(net: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load a file `model.pt` of a run: all of a net, or, if it has frozen parameters, the trained ones.
+    """Load a file `model.pt` of a run: all of a model, or, if it has frozen parameters, the trained ones.
 
     Raises RuntimeError if it has other names or shapes.
     """
@@ -175,7 +175,7 @@ def load_trained(net: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 
 def arguments_of(net: nn.Module, x: Inputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and keyword arguments of a net for `x`: of a dictionary the keys that `forward` has."""
+    """Return the positional and keyword arguments of a model for `x`: of a dictionary the keys that `forward` has."""
     if not isinstance(x, dict):
         return arguments(x)
     taken = taken_by(net, x)
@@ -188,7 +188,7 @@ def arguments_of(net: nn.Module, x: Inputs) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def taken_by(net: nn.Module, x: Mapping[str, Any]) -> list[str]:
-    """Return the keys of records `x` that `forward` of a net has as arguments."""
+    """Return the keys of records `x` that `forward` of a model has as arguments."""
     parameters = inspect.signature(net.forward).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return [*x]

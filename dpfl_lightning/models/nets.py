@@ -1,4 +1,4 @@
-"""The papers' nets: plain and residual convolutional nets, the ConvNet family, linear models, personal input."""
+"""The papers' models: plain and residual convolutional networks, the ConvNet family, linear models, personal input."""
 
 import math
 from collections import OrderedDict
@@ -168,7 +168,7 @@ def resnet34(input_shape: Sequence[int], num_classes: int, norm: ResidualNorm = 
 def resnet20(input_shape: Sequence[int], num_classes: int, norm: ResidualNorm = "group") -> nn.Module:
     """The CIFAR ResNet-20 with 1x1-convolution shortcuts: 272,474 parameters for 3x32x32 and 10 classes.
 
-    Reference: He et al. (2016), section 4.2 with option B; the selection paper's net for CIFAR-10.
+    Reference: He et al. (2016), section 4.2 with option B; the selection paper's model for CIFAR-10.
     """
     stem = [*_convolution(input_shape[0], 16, 3, 1, norm), nn.ReLU()]
     return _resnet(stem, (16, 32, 64), (3, 3, 3), num_classes, norm)
@@ -219,7 +219,7 @@ class InputTransform(nn.Module):
 
 
 class PersonalInput(nn.Sequential):
-    """A net with a separate input transformation for each client, whose parameters (`personal`) stay there.
+    """A model with a separate input transformation for each client, whose parameters (`personal`) stay there.
 
     **Privacy** Personal parameters are part of what a client's step clips and noises: without noise they would carry
     records from round to round into the shared release, which no composition covers.

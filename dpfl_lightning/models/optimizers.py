@@ -1,4 +1,4 @@
-"""The optimisers of clients: how a local step uses a noised gradient."""
+"""The optimisers of clients: how a local step uses a noisy gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Penalty = Annotated[float, Interval(ge=0, lt=math.inf)]
 class LocalOptimizer:
     """An optimiser by its options. Every client starts each round with a new one, so momentum does not cross rounds.
 
-    **Privacy** Post-processing: it sees noised gradients only.
+    **Privacy** Post-processing: it sees noisy gradients only.
     """
 
     plain = False  # whether a step is `parameters -= learning_rate * gradient`

@@ -161,7 +161,7 @@ class Laplace(Mechanism):
     clip_order: ClassVar = LaplaceEvent.clip_order
 
 
-#: mechanisms of noised sums
+#: mechanisms of noisy sums
 MECHANISMS: tuple[type[Mechanism], ...] = (Gaussian, Laplace)
 
 

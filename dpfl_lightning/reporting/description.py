@@ -15,6 +15,7 @@ from typing import Any
 import dpfl_lightning
 from dpfl_lightning.config.options import changed_options
 from dpfl_lightning.config.reading import read_json
+from dpfl_lightning.errors import shortened
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.results import RunInfo, RunResult
 from dpfl_lightning.federated.server.scores import bound, in_words, remarks, stated
@@ -113,7 +114,7 @@ def assumptions(view: View) -> dict[str, str]:
 
 
 def run_name(strategies: Iterable[str], budgets: Sequence[float], options: Mapping[str, Any]) -> str:
-    """Name a run by its strategies, without the default base rule, by the budgets of its clients (none: no privacy),
+    """Name a run by its strategies, without the default rule, by the budgets of its clients (none: no privacy),
     and by the optimiser and the model of its `options` if they were changed.
 
     >>> run_name(["size_weighted", "noise_aware"], [0.9, 2.9], {"model": {"class_path": "nets.Net2"}})
@@ -149,8 +150,7 @@ def params(options: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, str
     chosen = {key: flat[key] for key in _ALWAYS if key in flat}
     chosen |= {key: text for key, text in changed.items() if text != "{}" and not key.startswith(_NEVER)}
     given = {**head, **chosen, **{key: str(value) for key, value in more.items()}}
-    shortened = {key: text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..." for key, text in given.items()}
-    return {key: text for key, text in shortened.items() if text != "null"}
+    return {key: shortened(text, _LONGEST) for key, text in given.items() if text != "null"}
 
 
 def dataset(facts: Facts, info: RunInfo, context: str) -> dict[str, str]:

@@ -228,7 +228,7 @@ def print_table(columns: Mapping[str, Column], console: Console | None = None) -
 def print_rows(rows: Rows, console: Console | None = None) -> None:
     """Print a table."""
     console = Console() if console is None else console
-    # heads wrap between words, numbers are never cut, and the names of clients get what is left
+    # heads wrap between words, numbers are never cut, and the names of clients get the remaining width
     widths = [max(len(word) for word in (*head.split(), *(row[head] for row in rows))) for head in rows[0]]
     gaps = 2 * len(widths) - 1  # between columns, and after the last
     widths[0] = min(widths[0], max(10, console.width - sum(widths[1:]) - gaps))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dpfl_lightning.config.reading import read_json, read_text
+from dpfl_lightning.config.reading import expecting, read_json, read_text
 from dpfl_lightning.config.yaml_text import parse_yaml
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.server.history import FILE as HISTORY
@@ -134,11 +134,8 @@ def _result(content: Mapping[str, Any]) -> RunResult:
 
 def _built(build: Callable[[Any], Built], content: Any, path: Path) -> Built:
     """Return what `build` makes of a file's content. Raises UserError if it is damaged."""
-    try:
+    with expecting(path, "hold the result of a run"):
         return build(content)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        what = f"a file without {error}" if isinstance(error, KeyError) else str(error)
-        raise UserError(f"`{path}` must hold the result of a run, got {what}. Restore it.") from None
 
 
 def ledger_run(folder: Path) -> str:

@@ -68,7 +68,7 @@ def at_most(value: float, digits: int = 6) -> str:
 
 
 def at_least(value: float, digits: int = 6) -> str:
-    """Format a lower bound, such as what is left of a budget: rounded down.
+    """Format a lower bound, such as the remaining part of a budget: rounded down.
 
     >>> at_least(1.2345678), at_least(0.1)
     ('1.23456', '0.1')

@@ -76,7 +76,7 @@ class RemainingBudget:
         return _fixed_cost(build_loop(self.of(options), (), self._population))
 
     def of(self, options: Options) -> Options:
-        """Return the options with what is left as the budgets."""
+        """Return the options with the remaining budgets."""
         left = list(self.epsilon)
         return with_values(options, {"privacy.epsilon": left[0] if len(set(left)) == 1 else left}, "by the sweep")
 

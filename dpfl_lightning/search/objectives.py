@@ -21,7 +21,7 @@ from dpfl_lightning.config.registry import call
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.lazy import LazyInputs, record_digests
 from dpfl_lightning.errors import require
-from dpfl_lightning.federated.client.dummy_data import check_fits
+from dpfl_lightning.federated.client.checks import check_fits
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport

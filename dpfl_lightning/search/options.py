@@ -37,7 +37,7 @@ class SweepOptions(Section, section="sweep"):
         distilled: (objective set) folder of a distilled set, or runs:/ID of its MLflow run; null uses the run's public
             records.
         set_share: (objective set, instead of distilled) share of each client's epsilon for a distilled
-            set, which the command makes first. Its --final run gets what is left.
+            set, which the command makes first. Its --final run gets the rest.
         set_with: (with set_share) dotted key -> value of the run that makes the set. For a set from one release:
             {rounds: 1, strategies: {feature_means: {}}}.
         networks: (objective set) number of models per trial, from different initialisations.

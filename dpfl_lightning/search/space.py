@@ -22,7 +22,7 @@ SEARCHED = {
 }
 #: keys that change neither number, sampling nor noise multiplier of a run's releases, with all keys below them
 _SAME_RELEASES = ("clients.learning_rate", "clients.optimizer", "clients.schedule")
-#: the same, but beside strategies that plan releases by the size of the net and the clip norm
+#: the same, but beside strategies that plan releases by the size of the model and the clip norm
 _SAME_FOR_MOST = ("model", "privacy.clip_norm")
 _PLAN_BY_NET = ("biased_selection", "clustered")
 #: keys that must be the same in all runs

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dpfl_lightning.config.reading import check_format, read_json, read_tensors
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.config.reading import check_format, expecting, read_json, read_tensors
+from dpfl_lightning.errors import require
 from dpfl_lightning.runtime.files import save_tensors, write_atomically, write_text
 
 #: images and labels, the card for programs, and the data card for people
@@ -91,12 +91,10 @@ class DistilledSet(Dataset[tuple[Any, int]]):
         require(card.pop("sha256") == _digest(path), str(path), must, "a damaged file, or that of another set", again)
         require(unchanged, str(card_path), "be as it was written", "a changed card", again)
         del card["format"]
-        try:
+        with expecting(path, "hold the tensors x and y of a distilled set", again):
             tensors = read_tensors(path, advice=again)
             x, y = tensors["x"], tensors["y"]
             fits = x.is_floating_point() and y.dtype == torch.long and y.shape == x.shape[:1]
-        except (KeyError, AttributeError, TypeError, IndexError):
-            raise UserError(f"`{path}` must hold the tensors x and y of a distilled set, got others.") from None
         must, got = "hold floating x [n, ...] and int64 y [n]", f"{x.dtype} {[*x.shape]} and {y.dtype} {[*y.shape]}"
         require(fits, str(path), must, got)
         _require_finite(x, path)

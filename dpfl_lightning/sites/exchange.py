@@ -101,7 +101,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Train:
-    """Ask for a noised update from `model` `[P]`, or for class gradients.
+    """Ask for a noisy update from `model` `[P]`, or for class gradients.
 
     `event` is what the server believes that the plan has for `purpose`. The node uses its copy of the plan, and
     refuses if the two differ. `model`, `anchor`, `pull` and `learning_rate` are free: they change the result, not its
@@ -122,7 +122,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Ask:
-    """Ask for the noised answer to a question; its mechanism has to be the planned one."""
+    """Ask for the noisy answer to a question; its mechanism has to be the planned one."""
 
     plan: str
     round: int
@@ -178,7 +178,7 @@ class Welcome:
 
 @dataclass(frozen=True)
 class Released:
-    """A noised update `[P]`, class gradients `[G, p]`, or an answer, and what the client has paid for in this round."""
+    """A noisy update `[P]`, class gradients `[G, p]`, or an answer, and what the client has paid for in this round."""
 
     value: Tensor | int | float
     paid: tuple[Paid, ...]

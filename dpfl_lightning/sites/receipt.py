@@ -14,8 +14,7 @@ from typing import Any
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from dpfl_lightning.config.reading import check_format, read_bytes
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.config.reading import check_format, expecting, read_bytes
 from dpfl_lightning.privacy.ledger.file import CHANGED, Head
 from dpfl_lightning.runtime.files import write_json
 from dpfl_lightning.runtime.strict_json import parsed
@@ -115,7 +114,7 @@ def read_receipts(folder: Path, public_keys: Sequence[str] | None = None) -> dic
     file = folder / FILE
     if not file.is_file():
         return {}
-    try:
+    with expecting(file, "hold receipts that nodes have signed", CHANGED):
         content = parsed(read_bytes(file))
         check_format(file, content.get("format"), FORMAT)
         rows = content["clients"]
@@ -124,10 +123,6 @@ def read_receipts(folder: Path, public_keys: Sequence[str] | None = None) -> dic
         if len(keys) < len(rows) or not keys.items() <= known.items():
             raise ValueError("other clients")
         return dict(map(_receipt_in, rows))
-    except UserError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise UserError(f"`{file}` must hold receipts that nodes have signed, got others. {CHANGED}") from None
 
 
 def _receipt_in(row: dict[str, Any]) -> tuple[int, Receipt]:

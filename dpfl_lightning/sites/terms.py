@@ -90,7 +90,7 @@ def _check_site(key: str, site: Site) -> None:
 
 
 def difference(site: Site, known: Site) -> str:
-    """Return in words how the records of a site differ from the known ones; empty if they are alike."""
+    """Return in words how the records of a site differ from the known ones; empty if they do not."""
     keys = "unit", "rows_per_person"
     ours, theirs = (
         {**one.schema, **(one.features or {}), **{key: getattr(one, key) for key in keys}} for one in (site, known)

@@ -1,4 +1,4 @@
-"""Five hospitals' CSV files as people find them, with made-up numbers: `python make_hospitals.py --out raw --seed 0`.
+"""Five hospitals' CSV files as people find them, with synthetic numbers: `python make_hospitals.py --out raw --seed 0`.
 
 80 to 20,000 admissions; patients with several; missing values; other column orders; F/M beside female/male; yes/no
 beside 1/0; dates in two styles; one file with semicolons and decimal commas.

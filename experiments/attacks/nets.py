@@ -1,4 +1,4 @@
-"""Small nets with one number as output, one for each kind of layer, whose weights a server may choose."""
+"""Small models with one number as output, one for each kind of layer, whose weights a server may choose."""
 
 from __future__ import annotations
 

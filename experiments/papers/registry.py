@@ -14,7 +14,6 @@ PAPERS = (
     "selection",
     "distillation",
     "accountants",
-    "leaderboard",
     "robustness",
     "persons",
     "federations",

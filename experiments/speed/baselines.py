@@ -1,10 +1,10 @@
 """The three contestants of a case: this package, the same training without privacy, and Opacus' loop.
 
-- All train the same net from the same parameters on the same random records with the same batch size and rate.
+- All train the same model from the same parameters on the same random records with the same batch size and rate.
 - Ours is a whole round of the engine: plan, Poisson sampling, per-record clipping, noise, mean. Only the ledger's disk
   write, evaluation and checkpoints are left out, which the others do not have.
-- The loop without privacy is plain eager PyTorch: a deep copy of the net a client, `torch.optim.SGD`, shuffled batches
-  indexed from tensors. A `DataLoader`, as most people use, would make it slower.
+- The loop without privacy is plain eager PyTorch: a deep copy of the model for each client, `torch.optim.SGD`,
+  shuffled batches indexed from tensors. A `DataLoader`, as most people use, would make it slower.
 - Opacus' loop is `make_private` with its hooks for every client: a `DataLoader`, Poisson batches. Its sample rate is
   1 / ceil(records / batch size), ours batch size / records: in the common round it trains on 1.3 % fewer records.
 - Opacus replaces recurrent layers and attention by its own, of the same parameters.
@@ -58,7 +58,7 @@ class Contestant:
 
 
 def contestants(case: Case, device: torch.device, engine: SerialEngine) -> list[Contestant]:
-    """All three, set up, for the same net and records; `engine` is ours. Beside persons are only our own records."""
+    """All three, set up, for the same model and records; `engine` is ours. Beside persons are only our own records."""
     default, other = torch.get_num_threads(), copy.copy(engine)
     net, pairs = build_net(case), random_records(case)
     ours = our_round(case, net, pairs, device, engine)
@@ -79,7 +79,7 @@ def contestants(case: Case, device: torch.device, engine: SerialEngine) -> list[
 
 
 def build_net(case: Case) -> nn.Module:
-    """The case's net with the same initial parameters every time."""
+    """The case's model with the same initial parameters every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         if case.model == "lstm":

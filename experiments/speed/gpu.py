@@ -38,7 +38,7 @@ from experiments.speed.measure import machine, measure
 #: largest relative distance of un-noised updates
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
 
-SEARCH_SECONDS = 50  # then no further net is searched
+SEARCH_SECONDS = 50  # then no further model is searched
 
 Keep = Callable[..., None]  # stores figures by name, also if the section does not come to its end
 

@@ -156,7 +156,7 @@ def _own_labels(records: int) -> TaskCase:
     return model, x, x, num_classes
 
 
-#: task -> a net, random x and y of so many records, and the number of classes
+#: task -> a model, random x and y of so many records, and the number of classes
 TASK_CASES: dict[str, Callable[[int], TaskCase]] = {
     "multiclass": _on_a_table(10, lambda records: torch.randint(10, (records,)), 10),
     "binary": _on_a_table(1, lambda records: torch.randint(2, (records,)), 2),

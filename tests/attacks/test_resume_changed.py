@@ -154,7 +154,7 @@ BY_CODE: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "a wider net": (lambda: {"module": wide()}, ("module", "model")),
     "a frozen parameter": (lambda: {"module": frozen()}, ("module", "model")),
     "a personal parameter": (lambda: {"module": personal()}, ("module",)),
-    "another base rule": (lambda: {"strategies": [Uniform()]}, ("strategies", "strateg")),
+    "another aggregation rule": (lambda: {"strategies": [Uniform()]}, ("strategies", "strateg")),
     "a pull": (lambda: {"strategies": [FedProx(0.5)]}, ("strategies", "strateg")),
     "a selection": (lambda: {"strategies": [UniformSelection(clients_per_round=2)]}, ("strategies", "strateg")),
 }

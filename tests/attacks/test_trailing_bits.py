@@ -1,4 +1,4 @@
-"""The precision of a release tells no more than its claim: bits of a noised sum, in every way that a client releases.
+"""The precision of a release tells no more than its claim: bits of a noisy sum, in every way that a client releases.
 
 Noise that is added in floating point has the precision of the noise where the sum is zero, and that of a coarser grid
 elsewhere (Haney et al. 2022, https://arxiv.org/abs/2207.13793). The attacker here is the server: it sends a model of

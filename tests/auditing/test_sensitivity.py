@@ -105,7 +105,7 @@ def test_a_gradient_that_is_not_finite_is_not_let_through(monkeypatch):
 
 
 def test_the_canary_and_its_opposite():
-    """Full gradients only for the canary; the opposite is whoever points away most; nothing to choose is no error."""
+    """Full gradients only for the canary; the opposite points away most; nothing to choose is no error."""
     gradients = torch.tensor([[0.0, 0.0], [0.5, 0.0], [0.0, 1.0], [0.6, -0.8], [-0.1, 0.0]])
     assert most_opposed(gradients) == (2, 3)
     assert most_opposed(torch.zeros(3, 2))[0] in range(3)

@@ -189,7 +189,7 @@ def test_engine_gives_the_class_gradients_of_the_reference(engine, records, job,
 def test_a_job_that_its_event_does_not_cover_is_no_plan(make_loop):
     loop = make_loop()
     _, view = set_up(loop.clients.engine, loop)
-    with pytest.raises(ValueError, match="exact counts beside noised sums"):
+    with pytest.raises(ValueError, match="exact counts beside noisy sums"):
         view.plan(job=ClassGradients(3, counts=True))
     with pytest.raises(ValueError, match="not amplified"):
         view.plan(job=ClassGradients(3, most_records=2))

@@ -43,7 +43,7 @@ def first_view(loop):
 
 
 def in_a_loop(name, make_loop, **options):
-    """The strategy, and a loop with it, and with a base rule beside it if it is none."""
+    """The strategy, and a loop with it, and with an aggregation rule beside it if it is none."""
     (strategy,) = strategies.build({name: OPTIONS.get(name)})
     parts = [strategy] if strategy.role == "base" else [SizeWeighted(), strategy]
     return strategy, make_loop(parts=parts, **{**options, **LOOPS.get(name, {})})

@@ -149,7 +149,7 @@ def test_matched_shares_are_disjoint_and_in_proportion(counts, test, seed):
 
 
 def test_matched_shares_favour_no_client():
-    """Two hundred clients share a hundred test records of two classes: whoever draws a blank changes with the seed."""
+    """Two hundred clients share a hundred test records of two classes: the clients without any depend on the seed."""
     counts = np.full((200, 2), 3)
     drawn = [[len(share) for share in matched_shares(balanced(100, 2), counts, rng(seed))] for seed in range(40)]
     assert {sum(lengths) for lengths in drawn} == {100}

@@ -284,9 +284,9 @@ def test_a_regression_is_dealt_out_by_its_targets():
     """Ten bins of equal size stand in for classes: with a small alpha a client has few, to train and to test."""
     draw = torch.Generator().manual_seed(0)
     x, y = torch.randn(2000, 3, generator=draw), torch.randn(2000, generator=draw)
-    dataset = Dataset("made up", x[:1500], y[:1500], x[1500:], y[1500:], num_classes=1)
+    dataset = Dataset("synthetic", x[:1500], y[:1500], x[1500:], y[1500:], num_classes=1)
     dirichlet = ("dirichlet", {"alpha": 0.1, "min_records": 20})
-    alike, unlike = (Population.partitioned(dataset, num_clients=5, partition=own) for own in (("iid", {}), dirichlet))
-    spread = [float(torch.stack([own.y[rows].mean() for rows in own.train_of]).std()) for own in (alike, unlike)]
+    iid, uneven = (Population.partitioned(dataset, num_clients=5, partition=own) for own in (("iid", {}), dirichlet))
+    spread = [float(torch.stack([own.y[rows].mean() for rows in own.train_of]).std()) for own in (iid, uneven)]
     assert spread[1] > 3 * spread[0]
-    assert sum(unlike.num_records) == 1500 and sum(len(rows) for rows in unlike.held_out_of) > 100
+    assert sum(uneven.num_records) == 1500 and sum(len(rows) for rows in uneven.held_out_of) > 100

@@ -14,7 +14,8 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
-from dpfl_lightning.federated.client.dummy_data import check_fits, dummy_batch
+from dpfl_lightning.federated.client.checks import check_fits
+from dpfl_lightning.federated.client.dummy_data import dummy_batch
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models import check_net
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for

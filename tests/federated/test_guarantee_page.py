@@ -162,6 +162,7 @@ def test_a_person_with_several_records_gets_the_bound_of_a_group(tmp_path):
 def test_sites_and_other_runs_are_told_apart(tmp_path):
     words = words_of(a_page(a_view(tmp_path), [promise(1.0)] * 3, at_sites=True))
     assert "Each client is a site" in words and "dpfl node verify NODE" in words and "not trusted" in words
+    assert "NODE" not in words_of(a_page(a_view(tmp_path), [promise(1.0)] * 3))
     assert "cannot say what all of them cost. Each site has its own: dpfl node status" in words
     composed = {"delta": 1e-3, "accountant": "PLD", "adjacency": "", "sampling": ""}
     several = [
@@ -176,7 +177,7 @@ def test_sites_and_other_runs_are_told_apart(tmp_path):
 
 def test_the_example_of_the_docs_has_the_parts_of_the_page(tmp_path):
     example = (Path(__file__).parents[2] / "docs" / "guarantee_example.html").read_text()
-    page = a_page(a_view(tmp_path), [promise(1.0)] * 3)
+    page = a_page(a_view(tmp_path), [promise(1.0, unit="person")] * 3)
     headings, style = re.compile("<h2>.*?</h2>"), re.compile("<style>.*?</style>", re.DOTALL)
     assert headings.findall(example) == headings.findall(page) and style.findall(example) == style.findall(page)
 

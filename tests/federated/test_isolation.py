@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from conftest import private, small_net
@@ -20,8 +21,9 @@ from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import local_clients
-from dpfl_lightning.federated.client.dummy_data import _check_alone, check_fits
+from dpfl_lightning.federated.client.checks import check_fits
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.client.record_isolation import check_alone
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
@@ -76,6 +78,18 @@ class MixingByAnotherGenerator(Small):
         return x / (1 + x.abs().max() * random.random())
 
 
+class MixingByFewDraws(Small):
+    def mixed(self, x):
+        drawn = torch.rand(())
+        return torch.where((drawn > 0.6) & (drawn < 0.8), x - x.mean(dim=0), x)
+
+
+class MixingByFewDrawsOfUsualRecords(MixingByFewDraws):
+    def mixed(self, x):
+        torch._assert((x.abs() < 1000).all(), "records must be usual")
+        return super().mixed(x)
+
+
 class Dropping(Small):
     def mixed(self, x):
         return nn.functional.dropout(x, 0.5, training=True)
@@ -119,18 +133,19 @@ class Leaky(nn.Module):
 
 def check(net: nn.Module) -> None:
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
-    _check_alone(copy.deepcopy(ClientModule(net)), x, torch.arange(4) % 3)
+    check_alone(copy.deepcopy(ClientModule(net)), x, torch.arange(4) % 3)
 
 
 MIXING = [Rescaling(), Routing(), Spreading(), MixingInTraining(), MixingBehindDropout(), MixingByAnotherGenerator()]
+MIXING += [MixingByFewDraws(), MixingByFewDrawsOfUsualRecords()]
 
 
 def test_nets_that_mix_records_are_refused(make_loop):
     for net in MIXING:
         with pytest.raises(UserError, match="must see one record at a time, got losses that change"):
             check(net)
-    mixing = nn.Sequential(nn.Linear(6, 4), Rescaling())
-    with pytest.raises(UserError, match="must see one record at a time, got losses that change"):
+    mixing = nn.Sequential(nn.Linear(6, 4), nn.Identity(), Rescaling())
+    with pytest.raises(UserError, match=r"`net\.2` must see one record at a time, got losses that change"):
         make_loop(module=ClientModule(mixing))
 
 
@@ -365,6 +380,26 @@ class InClosure(Remembering):
         self.kept(mean)
 
 
+class InGenerator(Remembering):
+    """The number of draws tells something of the records."""
+
+    def __init__(self, training=True, remembers=True):
+        super().__init__(training, remembers)
+        self.kept = torch.Generator()
+
+    def keep(self, mean):
+        torch.rand(int(1e6 * mean[0].abs()) % 100, generator=self.kept)
+
+
+class InGeneratorOfNumpy(InGenerator):
+    def __init__(self, training=True, remembers=True):
+        super().__init__(training, remembers)
+        self.kept = np.random.default_rng(0)
+
+    def keep(self, mean):
+        self.kept.random(int(1e6 * mean[0].abs()) % 100)
+
+
 class InClass(Remembering):
     mean = torch.zeros(4)
 
@@ -373,6 +408,7 @@ class InClass(Remembering):
 
 
 REMEMBERING = [InSlots, InClosure, InClass, Remembering, InPlace, InData, InAttribute, InList, InQueue, InNumber]
+REMEMBERING += [InGenerator, InGeneratorOfNumpy]
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -536,7 +572,7 @@ def test_evaluation_does_not_drop_out(engine, make_loop):
 
 def test_whole_numbers_stay_rows_of_their_table():
     net = nn.Sequential(nn.Embedding(2, 3), nn.Flatten(), nn.Linear(12, 3))
-    _check_alone(ClientModule(net), torch.randint(2, (4, 4)), torch.arange(4) % 3)
+    check_alone(ClientModule(net), torch.randint(2, (4, 4)), torch.arange(4) % 3)
 
 
 def test_a_backward_that_mixes_is_left_to_the_reference():

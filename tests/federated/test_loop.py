@@ -155,13 +155,13 @@ def test_strategies_that_do_not_fit_are_refused(make_loop):
         ),
         ([a_strategy(role="bas")], r"^`Odd.role` must be one of base, .*, got 'bas'\. Did you mean `base`\?$"),
         ([a_strategy(**combine)], r"`Odd.needs_updates` must be overridden by a strategy that overrides"),
-        ([SizeWeighted(), Uniform()], "exactly one base rule"),
+        ([SizeWeighted(), Uniform()], "exactly one aggregation rule .* got size_weighted and uniform"),
         ([SizeWeighted(), a_strategy(selects=True), a_strategy(selects=True)], "at most one strategy that limits how"),
     ):
         with pytest.raises(UserError, match=words):
             make_loop(parts=parts)
     median = a_strategy(**combine, needs_updates=lambda self, plan, view: True)
-    with pytest.raises(UserError, match="`combine` must be answered by one strategy"):
+    with pytest.raises(UserError, match=r"at most one strategy that combines updates \(`combine`\)"):
         make_loop(parts=[SizeWeighted(), median, median]).run()
 
 

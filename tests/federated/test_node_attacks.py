@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 import tracemalloc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -226,6 +227,17 @@ def dripping(connection, content, seconds):
             time.sleep(seconds)
 
 
+def check_dropped(ours: socket.socket, other_side: threading.Thread, work: Callable[[], object]) -> None:
+    """Our side gives up within a second, whatever the other one does."""
+    other_side.start()
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        work()
+    assert time.monotonic() - began < 1.0
+    ours.close()
+    other_side.join()
+
+
 @pytest.mark.parametrize("part", ["the prefix", "the header", "the numbers"])
 def test_a_message_that_never_ends_is_dropped_however_steady_it_is(part, monkeypatch):
     monkeypatch.setattr(sockets, "_PATIENCE", 0.2)
@@ -235,13 +247,7 @@ def test_a_message_that_never_ends_is_dropped_however_steady_it_is(part, monkeyp
     with ours, theirs:
         theirs.sendall(message[:sent])
         thread = threading.Thread(target=dripping, args=(theirs, message[sent : sent + 40], 0.05))
-        thread.start()
-        began = time.monotonic()
-        with pytest.raises(TimeoutError):
-            sockets.receive(ours, wire.Limits(1 << 20, 1 << 20))
-        assert time.monotonic() - began < 1.0
-        ours.close()
-        thread.join()
+        check_dropped(ours, thread, lambda: sockets.receive(ours, wire.Limits(1 << 20, 1 << 20)))
 
 
 def test_a_reply_that_is_read_for_ever_is_dropped(monkeypatch):
@@ -257,14 +263,7 @@ def test_a_reply_that_is_read_for_ever_is_dropped(monkeypatch):
                     return
 
     with ours, theirs:
-        thread = threading.Thread(target=sip)
-        thread.start()
-        began = time.monotonic()
-        with pytest.raises(TimeoutError):
-            sockets.send(ours, b"\0" * (1 << 24))
-        assert time.monotonic() - began < 1.0
-        ours.close()
-        thread.join()
+        check_dropped(ours, threading.Thread(target=sip), lambda: sockets.send(ours, b"\0" * (1 << 24)))
 
 
 def test_time_for_a_message_grows_with_its_bytes(monkeypatch):

@@ -31,7 +31,11 @@ def test_the_requested_metric_comes_first_beside_its_baseline(a):
 
 
 def test_what_is_no_better_than_the_baseline_is_said(a):
-    assert remarks([a(**RARE)]) == ["No better than the baseline: accuracy 94.00% (majority class 94.00%).", ONLY_HERE]
+    assert remarks([a(**RARE)]) == [ONLY_HERE], "who asks for auroc is not told about the accuracy"
+    rare = {**RARE, "test_metrics": {"ece": 0.1}}
+    assert remarks([a(**rare)]) == ["No better than the baseline: accuracy 94.00% (majority class 94.00%).", ONLY_HERE]
+    chance = {**RARE, "test_metrics": {"auroc": 0.49}}
+    assert remarks([a(**chance)]) == ["No better than the baseline: auroc 0.49 (chance 0.5).", ONLY_HERE]
     errors = {"test_accuracy": None, "test_metrics": {"mae": 2.0, "r2": 0.1}, "baseline": {"mae": 1.5, "r2": 0.0}}
     assert remarks([a(**errors)]) == [
         "No better than the baseline: mae 2 (predicting the mean 1.5).",

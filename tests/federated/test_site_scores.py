@@ -64,7 +64,7 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
         assert stat.S_IMODE((folder / "report.html").stat().st_mode) == 0o600
         for part in (
             f"accuracy {expected['accuracy']:.2%} ",
-            f"exact, without noise, and sent to nobody.{' Noised counts of the same' if strategies else ' No guar'}",
+            f"exact, without noise, and sent to nobody.{' Noisy counts of the same' if strategies else ' No guar'}",
             "model that the server sent as that of round 2",
             "predicted 9",
             "Calibration",
@@ -91,8 +91,8 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
     said = words_of(loop.output_dir / "guarantee.html")
     for part in (
         "1 noised set of counts of held-out records, from which accuracy, AUROC and calibration follow",
-        "; from noised counts, scores of each site on its held-out records",
-        "Noised counts of them were sent, which epsilon covers.",
+        "; from noisy counts, scores of each site on its held-out records",
+        "Noisy counts of them were sent, which epsilon covers.",
         "test records, and exact scores on held-out records",
     ):
         assert (part in said) == bool(strategies), part

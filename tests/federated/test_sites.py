@@ -308,7 +308,7 @@ def test_a_site_that_leaves_is_left_out_and_the_others_go_on(tmp_path):
             {"strategies": {"two_stage_selection": {}}, "clients": {"count": 3, "batch_size": None}, "rounds": 20},
             "TwoStageSelection.*keep its schedule",
         ),
-        ({"strategies": {"ifca": {"selection": "paper_argmin"}}}, "strategies.*noised releases only"),
+        ({"strategies": {"ifca": {"selection": "paper_argmin"}}}, "strategies.*noisy releases only"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::dpfl_lightning.errors.UserNotice")

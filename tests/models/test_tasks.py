@@ -22,7 +22,8 @@ from dpfl_lightning.data import Dataset
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client import evaluation
 from dpfl_lightning.federated.client.answers import losses_at
-from dpfl_lightning.federated.client.dummy_data import check_fits, dummy_batch
+from dpfl_lightning.federated.client.checks import check_fits
+from dpfl_lightning.federated.client.dummy_data import dummy_batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.identity import module_digest
 from dpfl_lightning.federated.client.metrics import METRICS, Metrics

@@ -25,7 +25,7 @@ def options(cell: Cell) -> Options:
 
 
 def trained(experiment: Experiment, scale: str) -> list[Cell]:
-    """Without cells that wait for others: tests/papers/leaderboard makes them all with simulated ones."""
+    """Without cells that wait for others: tests/papers/test_tuning.py makes them all with simulated ones."""
     cells = [
         cell
         for cell in required_cells(experiment.restricted(None, None, [0]), scale)
@@ -79,7 +79,7 @@ def test_every_finished_cell_is_declared_and_has_the_options_that_made_it():
 
 def scorer(cell: Cell) -> str:
     """The column of a search, which decides how a candidate is trained, or of an attack, which it names."""
-    by_column = ("distillation.nas", "distillation.hpo", "robustness.attacks")
+    by_column = ("distillation.nas", "distillation.hpo", "robustness.attacks", "federations.faults")
     return cell.column if cell.experiment in by_column else ""
 
 

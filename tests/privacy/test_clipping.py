@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.kernels import pooling, sparse_conv
 from dpfl_lightning.privacy.clipping import layer_rules
-from dpfl_lightning.privacy.clipping.checked import _Reference, clipped_sum_for, vmap_or_loop
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for, vmap_or_loop
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.layer_rules import RULES, Dense, Unsupported
 from dpfl_lightning.privacy.clipping.reference import (
@@ -29,6 +29,7 @@ from dpfl_lightning.privacy.clipping.reference import (
     evaluating,
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import TAPPED
+from dpfl_lightning.privacy.clipping.trial_records import Reference, TrialRecords
 from dpfl_lightning.runtime.memory import keep_freed_memory
 
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}  # norms hold what rounding may have taken
@@ -649,12 +650,25 @@ def test_rules_are_right_where_a_gradient_is_zero_and_where_the_input_changes():
 
 
 def test_a_wrong_gradient_of_a_small_record_is_seen_beside_large_ones():
-    net = nn.Linear(3, 3)
-    checks = _Reference(net, cross_entropy_of(net), torch.empty(0, 3), LABELS[:0], [*range(7)], 0, torch.float64)
+    torch.manual_seed(1)
+    net, trials = nn.Linear(3, 3), TrialRecords((torch.empty(0, 3), LABELS[:0]), (2,))
+    checks = Reference(net, cross_entropy_of(net), trials, [*range(7)], torch.float64)
     rows = [torch.cat(checks.row(number))[None] for number in range(7)]
+    assert max(checks.total(number) for number in range(7)) > 100 * min(checks.total(number) for number in range(7))
     for number, row in enumerate(rows):
         for relative, wrong in ((1e-10, None), (1e-6, "weight")):
             assert checks.wrong_parameter([*rows[:number], row * (1 + relative), *rows[number + 1 :]]) == wrong
+
+
+def test_records_of_no_positions_have_gradients_of_zero():
+    net, x = nn.Embedding(5, 3), torch.zeros(4, 0, dtype=torch.long)
+
+    def loss(params, x, y):
+        return functional_call(net, dict(params), (x,)).flatten(1).sum(1)
+
+    clipped_sum, reason = clipped_sum_for(net, loss, x[:0], LABELS[:0])
+    assert reason.startswith("fast")
+    assert not summed(clipped_sum, dict(net.named_parameters()), x, LABELS[:4], 1.0, None, 1)[0].any()
 
 
 class Queries(nn.Module):

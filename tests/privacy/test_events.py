@@ -77,7 +77,7 @@ def test_options_and_help_texts_name_every_mechanism():
 
 @dataclass(frozen=True)
 class Pair:
-    """What a noised sum reveals at worst, integrated from the density of its noise, without the accountants' formulas.
+    """What a noisy sum reveals at worst, integrated from the density of its noise, without the accountants' formulas.
 
     A record moves one coordinate by 1 / noise; with `sample_rate` below 1 it takes part with that probability.
     """

@@ -8,9 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.privacy.clipping.checked import clipped_sum_for, moved_parameters, vmap_or_loop
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for, vmap_or_loop
 from dpfl_lightning.privacy.clipping.inputs import Block, take
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum
+from dpfl_lightning.privacy.clipping.trial_records import moved_parameters
 
 PERSONS, ROWS = 21, 4
 

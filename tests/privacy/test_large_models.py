@@ -13,9 +13,10 @@ from torch import nn
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.client.dummy_data import _check_alone, check_fits
+from dpfl_lightning.federated.client.checks import check_fits
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.client.record_isolation import check_alone
 from dpfl_lightning.privacy.clipping import isolation
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
@@ -95,7 +96,7 @@ def _check_large(net):
     module = copy.deepcopy(ClientModule(net))
     module.large = True
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))[:2]
-    _check_alone(module, x, torch.arange(2))
+    check_alone(module, x, torch.arange(2))
 
 
 class Teacher(nn.Module):
@@ -134,7 +135,7 @@ import json, resource, sys
 import torch
 from torch import nn
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.client.dummy_data import check_fits
+from dpfl_lightning.federated.client.checks import check_fits
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.noise import Streams

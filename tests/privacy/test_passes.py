@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from dpfl_lightning import Population, models
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
-from dpfl_lightning.federated.client.dummy_data import check_fits
+from dpfl_lightning.federated.client.checks import check_fits
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import ChargedQuery, MeanLoss
 from dpfl_lightning.kernels import dense_conv

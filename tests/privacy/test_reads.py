@@ -1,6 +1,7 @@
 """What a model reads of records decides nothing: in a pass every read gives what it gave for public records."""
 
 import math
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -145,21 +146,27 @@ def test_a_number_by_which_code_may_decide_is_said_to_be_public():
 
 
 class TrimmedToTheLongest(nn.Module):
-    """Tokens [B, T] and a mask of ones and zeros; the mean over what is left depends on the longest record."""
+    """Tokens [B, T] and a mask of ones and zeros; the mean over the rest depends on the longest record."""
 
-    def __init__(self):
+    def __init__(self, tokens=50):
         super().__init__()
-        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 3)
+        self.embedding, self.head = nn.Embedding(tokens, 8), nn.Linear(8, 3)
 
     def mean(self, hidden, mask):
         return hidden.mean(1)
 
+    def end(self, mask):
+        return mask.sum(1)
+
     def forward(self, tokens, mask):
-        longest = int(mask.sum(1).max())
+        longest = int(self.end(mask).max())
         return self.head(self.mean(self.embedding(tokens)[:, :longest], mask[:, :longest]))
 
 
 class TrimmedForSpeed(TrimmedToTheLongest):
+    def end(self, mask):
+        return ((mask != 0) * torch.arange(1, 1 + mask.shape[1])).amax(1)
+
     def mean(self, hidden, mask):
         mask = (mask != 0).to(hidden)[..., None]
         return (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
@@ -182,6 +189,146 @@ def test_a_model_that_trims_to_the_longest_record_goes_by_rules_only_where_that_
         assert reason.startswith(words)
         params, loop = dict(net.named_parameters()), LoopClippedSum(net, loss)
         torch.testing.assert_close(*(summed(one, params, x, y, 0.3, each, 9) for one in (clipped_sum, loop)))
+
+
+class FarFromTheFirst(TrimmedForSpeed):
+    """Scales by where the first token of any record is: masks are padded on the left."""
+
+    def forward(self, tokens, mask):
+        first = (mask != 0).int().argmax(1).min()
+        return self.head(self.mean(self.embedding(tokens), mask) / (1 + first))
+
+
+class AnyEmpty(TrimmedForSpeed):
+    def forward(self, tokens, mask):
+        some_empty = (mask == 0).all(1).any()
+        return self.head(self.mean(self.embedding(tokens), mask) * torch.where(some_empty, 0.5, 1.0))
+
+
+class NeverEmpty(TrimmedForSpeed):
+    """An empty mask has no finite loss."""
+
+    def forward(self, tokens, mask):
+        hidden = self.embedding(tokens) * mask.ne(0)[..., None]
+        return self.head(hidden.sum(1) / mask.ne(0).sum(1, keepdim=True))
+
+
+class AnyEmptyOfNone(NeverEmpty):
+    def forward(self, tokens, mask):
+        return super().forward(tokens, mask) * torch.where((mask == 0).all(1).any(), -1.0, 1.0)
+
+
+class MostlyLeft(TrimmedForSpeed):
+    def forward(self, tokens, mask):
+        far = ((mask != 0).int().argmax(1) > 10).any()
+        return super().forward(tokens, mask) * torch.where(far, -1.0, 1.0)
+
+
+class Refusing(TrimmedForSpeed):
+    def forward(self, tokens, mask):
+        torch._assert((mask != 0).any(1).all(), "a mask must not be empty")
+        torch._assert(mask.is_floating_point() or (mask <= 1).all(), "a mask is of 0 and 1")
+        return super().forward(tokens, mask)
+
+
+MASKS: list = [
+    (FarFromTheFirst, "vmap"),
+    (AnyEmpty, "vmap"),
+    (AnyEmptyOfNone, "vmap"),
+    (MostlyLeft, "vmap"),
+    (NeverEmpty, "fast: exact rules"),
+    (TrimmedForSpeed, "fast: exact rules"),
+    (Refusing, "loop"),
+]
+
+
+@pytest.mark.parametrize("form", ["long", "float", "wide"])
+@pytest.mark.parametrize("kind, words", MASKS)
+def test_masks_padded_on_the_left_or_empty_show_what_mixes(kind, words, form):
+    mask = (torch.arange(16) >= torch.randint(2, 13, (9, 1))).long()
+    mask[:4, 3:] = 1 - mask[:4, 3:].flip(1)
+    mask[0], mask[1] = 1, 0
+    if kind in (NeverEmpty, Refusing):
+        mask[:, 5] = 1
+    mask = {"long": mask, "float": mask.float(), "wide": mask[:, None]}[form]
+    x, y, each, net = (torch.randint(1000, (9, 16)), mask), torch.arange(9) % 3, torch.arange(9), kind(1000)
+
+    def loss(params, x, y):
+        inputs = x[0], x[1].squeeze(1) if form == "wide" else x[1]
+        return F.cross_entropy(functional_call(net, params, inputs), y, reduction="none")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserNotice)
+        clipped_sum, reason = clipped_sum_for(net, loss, tuple(part[:0] for part in x), y[:0])
+    assert reason.startswith(words) or (words == "vmap" and reason.startswith("loop"))
+    params = dict(net.named_parameters())
+    torch.testing.assert_close(
+        *(summed(one, params, x, y, 0.3, each, 9) for one in (clipped_sum, LoopClippedSum(net, loss)))
+    )
+
+
+class FirstIsMasked(TrimmedForSpeed):
+    """The mask is the first part, and only its ones count."""
+
+    def forward(self, mask, tokens):
+        ones = mask == 1
+        left = (~ones[:, 0] & ones[:, -1]).any()
+        return self.head(self.mean(self.embedding(tokens), ones) * torch.where(left, -1.0, 1.0))
+
+
+class OfLogarithms(nn.Module):
+    """Positive records; all others have no finite loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.layer(x.log()) * torch.where((x.log().std(1) > 3).any(), -1.0, 1.0)
+
+
+def test_a_mask_may_be_the_first_part():
+    net, y = FirstIsMasked(1000), torch.arange(0)
+
+    def loss(params, x, y):
+        return F.cross_entropy(functional_call(net, params, x), y, reduction="none")
+
+    x = torch.empty(0, 16, dtype=torch.long), torch.empty(0, 16, dtype=torch.long)
+    assert not clipped_sum_for(net, loss, x, y)[1].startswith("fast")
+
+
+def test_records_without_a_finite_loss_are_no_evidence():
+    _, reason = clipped_sum_for(OfLogarithms(), None, torch.empty(0, 8), torch.arange(0))
+    assert not reason.startswith("fast")
+
+
+class OfLengths(nn.Module):
+    """Series [B, 12, 5] and their lengths [B]; a length of 0 has no finite loss, and changes others."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x, lengths):
+        mask = (torch.arange(12) < lengths[:, None])[..., None]
+        mean = (self.inner(x).tanh() * mask).sum(1) / lengths[:, None]
+        return self.head(mean * torch.where((lengths == 0).any(), -1.0, 1.0))
+
+
+def test_lengths_of_zero_show_what_mixes_though_they_have_no_finite_loss():
+    net, x, y = OfLengths(), (torch.randn(9, 12, 5), torch.arange(9) + 3), torch.arange(9) % 3
+
+    def loss(params, x, y):
+        return F.cross_entropy(functional_call(net, params, x), y, reduction="none")
+
+    clipped_sum, reason = clipped_sum_for(net, loss, tuple(part[:0] for part in x), y[:0])
+    assert not reason.startswith("fast")
+    params, request = dict(net.named_parameters()), ClipRequest(1.0, 2, torch.arange(9), 9)
+    before = clipped_sum(params, x, y, request)[0]
+    x[1][4] = 0
+    after = clipped_sum(params, x, y, request)[0]
+    rows = torch.arange(9) != 4
+    assert torch.equal(before[rows], after[rows]) and not after[4].any()
 
 
 @pytest.mark.parametrize("between, words", BY_LOOP)

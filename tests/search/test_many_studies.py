@@ -10,13 +10,11 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import optuna
 import pytest
 import warm
-from databases import postgresql
 
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.ledger.verify import read
@@ -42,15 +40,6 @@ sweep:
   trials: {len(RATES)}
   heartbeat_seconds: 5
 """
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request, tmp_path) -> Iterator[str]:
-    if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path}/studies.db"
-        return
-    with postgresql() as server:
-        yield server
 
 
 def words_of(folder: Path, url: str, worker: int, study: int) -> list[str]:

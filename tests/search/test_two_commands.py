@@ -7,13 +7,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import optuna
 import pytest
 import yaml
-from databases import postgresql
 from optuna.trial import TrialState
 from test_conf import small_fashion  # noqa: F401 (a fixture)
 from test_sweep import SWEEPS, shrunken
@@ -22,15 +20,6 @@ pytestmark = pytest.mark.e2e
 
 FILE = SWEEPS / "nas_fmnist.yaml"
 TRIALS = 5
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request, tmp_path) -> Iterator[str]:
-    if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path}/study.db"
-        return
-    with postgresql() as server:
-        yield server
 
 
 class Command:

@@ -41,7 +41,7 @@ def of_two_kinds():
 
 
 def build(make_loop, name, population=None, base="size_weighted", extra=(), more=None, **options):
-    """A loop with a base rule, `extra` parts and the strategy."""
+    """A loop with an aggregation rule, `extra` parts and the strategy."""
     rule, strategy = strategies.build({base: None, name: {**BASELINES[name], **(more or {})}})
     population = of_two_kinds() if population is None else population
     return make_loop(population, parts=[rule, *extra, strategy], **options)
@@ -90,7 +90,7 @@ def test_each_model_begins_from_its_seed(make_loop):
         (
             "ifca",
             {"new_net": lambda seed: small_net(features=3, seed=seed)},
-            "`new_net` must build a net of 83 parameters, got 59",
+            "`new_net` must build a model of 83 parameters, got 59",
         ),
         ("oracle_clusters", {"population": blobs()}, r"`data\.groups` must be given for strategy oracle_clusters"),
     ],

@@ -286,7 +286,7 @@ def test_a_model_that_nobody_trains_stays(start, monkeypatch):
     assert not torch.equal(seen.models[3][0], seen.models[0][0])
 
 
-# ---- clients that are missing, few, or alike
+# ---- clients that are missing, few, or IID
 
 
 @pytest.mark.slow
@@ -392,7 +392,7 @@ def test_absent_clients_keep_their_models_and_choose_later(start):
 @pytest.mark.slow
 @pytest.mark.parametrize("num_clusters", ["auto", 2])
 def test_few_clients(make_loop, num_clusters):
-    """Four clients of unlike sizes are the least that may be two groups."""
+    """Four clients of different sizes are the least that may be two groups."""
     clustered = Clustered(num_clusters=num_clusters)
     loop = make_loop(parts=[SizeWeighted(), clustered], rounds=4)
     assert loop.run().finished
@@ -628,14 +628,14 @@ def test_private_choices_in_a_regression_are_refused_as_losses_have_no_bound(sta
             r"the cost of first_round.* with the given noise",
         ),
         *(
-            ([*pair], {}, "`initialise` must be answered by one strategy, got .* and .*Remove one of them")
+            ([*pair], {}, r"one strategy that gives clients their models \(`initialise`\), got .* and .*Remove")
             for other in (Ifca(), KMeansClusters(), Local(), MrMtl(), OracleClusters())
             for pair in ((other, Clustered()), (Clustered(), other))
         ),
         (
             [FedProx(0.1), Clustered()],
             {},
-            "must name Clustered before strategies .*, got 'it after FedProx'",
+            "must name clustered before strategies .*, got 'it after fedprox'",
         ),
     ],
 )

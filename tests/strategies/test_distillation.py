@@ -222,7 +222,7 @@ def test_evaluation_changes_nothing_and_gives_the_same_net_for_the_same_set(make
 
 
 def test_another_base_rule_is_refused(make_loop):
-    with pytest.raises(UserError, match="exactly one base rule"):
+    with pytest.raises(UserError, match="exactly one aggregation rule"):
         distilled(make_loop, privacy=private(), others=[Uniform()])
 
 
@@ -233,7 +233,7 @@ def test_strategies_of_local_training_are_refused_in_any_order(name, make_loop):
     (other,) = strategies.build({name: options.get(name)})
     strategy = Distillation(**SMALL)
     words = (
-        f"`strategies` must not hold {type(other).__name__} beside Distillation, got both.* class gradients, a share "
+        f"`strategies` must not hold {name} beside distillation, got both.* class gradients, a share "
         r"`strategies\.distillation\.participation_fraction` of them in each round. Remove one"
     )
     for parts in ([strategy, other], [other, strategy]):
@@ -269,7 +269,7 @@ def test_populations_and_nets_that_do_not_fit_are_refused(make_loop):
         ({"augmentation": "dsa"}, {}, r"augmentation` must be none for these data, got 'dsa'"),
         ({}, {"module": ClientModule(small_net(), personal=["0.bias"])}, "`personal` must be empty"),
         ({}, {"new_net": None}, "`new_net` must be a function, got None"),
-        ({}, {"module": FLAT}, r"matching` must be mse for a net .* got 'layerwise_cosine'"),
+        ({}, {"module": FLAT}, r"matching` must be mse for a model .* got 'layerwise_cosine'"),
         ({}, {"population": REAL, "module": ClientModule(nn.Linear(6, 1))}, "records of at least 2 classes, got 1"),
     ):
         with pytest.raises(UserError, match=words):

@@ -217,7 +217,7 @@ def test_a_draw_of_a_fixed_number_is_divided_by_that_number(drawn, make_loop):
 
 @NOTICE
 def test_without_noise_the_divisor_does_not_matter(make_loop):
-    """The exact counts that are sent with the sums are divided alike."""
+    """The exact counts that are sent with the sums are divided in the same way."""
     population = eight_times()
     target, _, params = target_of(make_loop, population, sampling="fixed", records_per_class=2)
     torch.testing.assert_close(target, torch.stack(class_means(population, params)), rtol=1e-4, atol=1e-6)

@@ -117,7 +117,7 @@ def test_a_round_of_too_few_clients_is_left_out(privacy, before, make_loop):
 
 @pytest.mark.slow
 def test_a_run_ends_when_too_few_clients_can_pay(make_loop):
-    """Two budgets pay for fewer rounds than the others: what is left of those is not spent on rounds of two."""
+    """Two budgets pay for fewer rounds than the others: the rest of those is not spent on rounds of two."""
     privacy = private([3.0, 3.0, 9.0, 9.0], noise_multiplier=2.0)
     loop = few(make_loop, Distillation(**SMALL | {"min_participants": 3}), privacy=privacy, rounds=40)
     counts = asked(loop)

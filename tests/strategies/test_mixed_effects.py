@@ -21,6 +21,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState
+from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
 from dpfl_lightning.strategies.clustering.mixed_effects import MixedEffects
 
 rng = np.random.default_rng
@@ -100,7 +101,7 @@ def test_limits_hold_for_all_but_a_clients_own_update(largest):
 
 def in_rounds(net, effects, noise, rounds, seed, taking_part=None):
     """Products of so many rounds of updates `effects + noise` [N, P] of a net."""
-    count, draw = len(effects), torch.Generator().manual_seed(seed)
+    count, draw = len(effects), torch.Generator().manual_seed(1000 + seed)  # other numbers than those of effects
     products = RoundProducts(layers_of(dict(net.named_parameters())), count)
     for number in range(rounds):
         clients = np.arange(count) if taking_part is None else np.array(taking_part[number])
@@ -111,6 +112,23 @@ def in_rounds(net, effects, noise, rounds, seed, taking_part=None):
             clients,
         )
     return products
+
+
+@pytest.mark.parametrize("kind", ["each", "dose"])
+@pytest.mark.parametrize("size", [0.08, 0.11, 0.15, 0.3])
+def test_clients_that_differ_by_one_gaussian_form_no_groups(kind, size):
+    """Each for itself, or all along one line, up to where differences are plain."""
+    layer, named = nn.Linear(39, 10), []
+    for seed in range(12):
+        draw = torch.Generator().manual_seed(seed)
+        if kind == "each":
+            own = size * torch.randn(15, 400, generator=draw)
+        else:
+            along = nn.functional.normalize(torch.randn(400, generator=draw), dim=0)
+            own = 100 * size**2 * torch.randn(15, 1, generator=draw) * along
+        effects = 0.5 * torch.randn(400, generator=draw) + own
+        named.append(len(in_rounds(layer, effects, np.ones(15), 20, seed).effects().groups()) > 1)
+    assert sum(named) <= 1
 
 
 def test_products_of_different_rounds_are_added_up(monkeypatch):
@@ -124,7 +142,7 @@ def test_products_of_different_rounds_are_added_up(monkeypatch):
     products = RoundProducts(layers_of({"a.weight": torch.zeros(3, 4)}), count)
     for clients, updates in zip(here, drawn, strict=True):
         products.add(updates, noise[clients], np.array(clients))
-    expected, pairs, variance = np.zeros((3, count, count))
+    expected, pairs, variance, later = np.zeros((4, count, count))
     for now in range(1, len(here)):
         before = np.zeros((count, 12))
         for earlier in range(now):
@@ -137,6 +155,8 @@ def test_products_of_different_rounds_are_added_up(monkeypatch):
                 expected[i, j] += without(drawn[now][row].numpy()) @ without(before[j])
                 variance[i, j] += noise[i] * (without(before[j]) ** 2).sum()
                 pairs[i, j] += 12 * rounds[j]
+                later[i, j] += rounds[j]
+    np.testing.assert_array_equal(products.later, later)
     for found, slow in ((products.products, expected), (products.variance, variance), (products.pairs, pairs)):
         np.testing.assert_allclose(found[0], slow, rtol=1e-4, atol=1e-5)
 
@@ -153,6 +173,34 @@ def test_main_inputs_are_singular_vectors_above_the_edge_of_noise():
         white = (matrices + 30 * signal) / noise.sqrt()[:, None, None]
         best = np.linalg.svd(white.flatten(0, 1).numpy())[2][0]
         assert found.shape == (5, 1) and abs(best @ found[:, 0].numpy()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("most", [1 << 25, 12 * 2000])
+def test_layers_that_are_folded_keep_the_variance_of_noise(most, monkeypatch):
+    """1,501 inputs do not fill sums of 1,024 evenly; of the second limit outputs are folded, too."""
+    monkeypatch.setattr("dpfl_lightning.algorithms.mixed_effects._KEPT", most)
+    wide = nn.Linear(1500, 10)
+    products = in_rounds(wide, torch.zeros(12, 15010), NOISE, 6, seed=0)
+    assert products.sums[0].shape[1:] in ((10, 1024), (1, 1024))
+    assert products.pairs.max() <= 100, "noise has no main inputs, but for chance"
+    monkeypatch.setattr(
+        "dpfl_lightning.algorithms.mixed_effects.main_inputs", lambda sums, noise: torch.eye(sums.shape[2]).double()
+    )
+    products = in_rounds(wide, torch.zeros(12, 15010), NOISE, 6, seed=0)
+    off = ~np.eye(12, dtype=bool)
+    assert (products.products[0][off] ** 2 / products.variance[0][off]).mean() == pytest.approx(1, abs=0.35)
+    effects = effects_of([0] * 12, wide, alone=1.0)
+    spread, error = in_rounds(wide, effects, NOISE, 6, seed=0).spread()
+    assert abs(spread - float(effects.var(dim=0).sum())) < 4 * error + 0.1 * spread
+
+
+def test_a_client_that_was_not_seen_twice_is_taken_to_differ_as_much_as_others():
+    layer, clients = nn.Linear(39, 10), [[*range(12)]] * 8
+    clients[-1] = [*range(13)]
+    effects = effects_of([0] * 13, layer, alone=1.0)
+    (covariance,) = in_rounds(layer, effects, np.ones(13), 8, 0, clients).effects().covariance
+    assert covariance[12, 12] == pytest.approx(covariance.diagonal()[:12].mean()) and covariance[12, 12] > 0.5
+    assert not covariance[12, :12].any() and not covariance[:12, 12].any()
 
 
 @pytest.fixture(scope="module")
@@ -223,15 +271,16 @@ def test_layers_are_matrices_of_every_kind_of_parameter():
     ("groups", "alone", "words"),
     [
         ([0] * 12, 0.0, "no differences"),
+        ([0] * 12, 0.2, "few differences between clients: a client's own updates have 2"),
         ([0] * 3, 0.0, "no differences"),
         ([0] * 6 + [1] * 6, 0.0, "2 groups of clients: 0, 1, 2, 3, 4, 5; 6, 7, 8, 9, 10, 11."),
         ([0, 0, 1, 1], 0.0, "2 groups of clients: 0, 1; 2, 3."),
         ([0] * 10 + [1] * 2, 0.0, "2 groups of clients: 0, 1, 2, 3, 4, 5, and 4 others; 10, 11."),
         ([0, 1, 2, 3] * 3, 0.0, "4 groups of clients: 0, 4, 8; 1, 5, 9; 2, 6, 10; 3, 7, 11."),
         ([0] * 5 + [1] * 4 + [2] * 3, 0.0, "3 groups of clients"),
-        ([0] * 12, 1.0, "clients mostly differ"),
-        ([0] * 4, 1.0, "clients mostly differ"),
-        (range(8), 0.0, "clients mostly differ"),
+        ([0] * 12, 1.0, "no groups: a client's own updates have 85% of the weight"),
+        ([0] * 4, 1.0, "have 90% of the weight"),
+        (range(8), 0.0, "have 87% of the weight"),
     ],
 )
 def test_a_run_says_in_words_how_much_its_clients_differ(groups, alone, words, net, view):
@@ -240,9 +289,47 @@ def test_a_run_says_in_words_how_much_its_clients_differ(groups, alone, words, n
     (sentence,) = strategy.remarks(view)
     assert words in sentence
     embedding = strategy.client_embedding(view)
-    assert (embedding is None) == ("no differences" in words) or "mostly" in words
+    assert (embedding is None) == ("no differences" in words or "few differences" in words)
     if "groups of clients" in words:
         assert embedding.num_clusters == int(words[0]) and embedding.confident and len(embedding.points) == len(groups)
+
+
+def test_the_variance_between_mean_gradients_is_found_without_the_noise(monkeypatch, net):
+    monkeypatch.setattr(
+        "dpfl_lightning.algorithms.mixed_effects.main_inputs", lambda sums, noise: torch.eye(sums.shape[2]).double()
+    )
+    for alone in (0.0, 0.5):
+        effects = effects_of([0] * 12, net, alone=alone)
+        found = [in_rounds(net, effects, NOISE, 6, seed).spread() for seed in range(150)]
+        spreads, errors = np.array(found).T
+        assert abs(spreads.mean() - float(effects.var(dim=0).sum())) < 0.1 * alone**2 * effects.shape[1] + errors.mean()
+        least, most = (0.8, 1.25) if not alone else (0.3, 1.25)  # of noise alone
+        assert least * np.std(spreads) < errors.mean() < most * np.std(spreads)
+
+
+def test_differences_that_small_random_samples_may_have_lead_to_no_advice(net, view):
+    """Unless they form groups, which independent samples do not."""
+    few, many = (dataclasses.replace(view, clip_norm=(clip,) * len(view.clip_norm)) for clip in (1e6, 1e-6))
+    for strategy, small in ((NoiseAware(), True), (NoiseAware(noise="estimated"), False), (MixedEffects(), False)):
+        strategy._products = in_rounds(net, effects_of([0] * 12, net, alone=1.0), np.ones(12), 6, seed=0)
+        (of_few,), (of_many,) = strategy.remarks(few), strategy.remarks(many)
+        assert ("no more than random samples" in of_few) == small and "differ, and no groups" in of_many
+        assert (strategy.client_embedding(few) is None) == small and strategy.client_embedding(many) is not None
+        groups = effects_of([0] * 6 + [1] * 6, net, between=1.0)
+        strategy._products = in_rounds(net, groups, np.ones(12), 6, seed=0)
+        assert "2 groups" in strategy.remarks(few)[0] and strategy.client_embedding(few).num_clusters == 2
+
+
+def test_groups_that_models_have_come_to_fit_are_still_reported_after_a_resume(net, view, tmp_path):
+    first, resumed = MixedEffects(), MixedEffects()
+    first._products = in_rounds(net, effects_of([0] * 6 + [1] * 6, net, between=1.0), np.ones(12), 6, seed=0)
+    sentence, embedding = first.remarks(view), first.client_embedding(view)
+    first._products = in_rounds(net, effects_of([0] * 12, net), np.ones(12), 6, seed=0)
+    torch.save(first.state_dict(), tmp_path / "state.pt")
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for strategy in (first, resumed):
+        assert strategy.remarks(view) == sentence and "2 groups" in sentence[0]
+        assert strategy.client_embedding(view) == embedding and embedding.num_clusters == 2
 
 
 # ---- the strategy
@@ -329,7 +416,8 @@ def test_a_thousand_clients_share_products_of_layers_and_folded_sums(monkeypatch
 
 def test_more_clients_than_numbers_show_their_groups_and_no_others(net):
     """Products of noise are then far from a Wigner matrix."""
-    groups, noise = np.arange(300) % 4, np.full(300, 9.0)
-    found = in_rounds(net, effects_of(groups, net, between=0.5), noise, 4, seed=0).effects()
-    assert found.positions.shape[1] == 3 and len(found.groups()) == 4
+    groups, noise = np.arange(200) % 4, np.full(200, 9.0)
+    found = in_rounds(net, effects_of(groups, net, between=1.0), noise, 4, seed=0).effects()
+    assert found.positions.shape[1] == 3
+    assert [group.tolist() for group in found.groups()] == [np.flatnonzero(groups == one).tolist() for one in range(4)]
     assert in_rounds(net, effects_of(0 * groups, net), noise, 4, seed=0).effects().positions.shape[1] == 0

@@ -72,7 +72,7 @@ def like_noise(updates, seed=0, signal=0.0):
 
 @pytest.mark.parametrize("clients", [range(COUNT), (0, 3, 7)])
 @pytest.mark.parametrize("between", [0.0, 0.05])
-def test_shares_balance_noise_and_bias_and_the_step_is_the_mean_of_the_clients_steps(between, clients, make_loop):
+def test_shares_balance_noise_and_bias_and_the_step_is_that_of_the_clients_that_count(between, clients, make_loop):
     loop, strategy = planned(make_loop)
     strategy._between = torch.tensor([between, 1.0]).double()
     updates, view, noise, size = announced(loop, clients)
@@ -82,7 +82,7 @@ def test_shares_balance_noise_and_bias_and_the_step_is_the_mean_of_the_clients_s
     target = target / target.sum()
     level = (1 - (bias * target / (noise + bias)).sum()) / (1 / (noise + bias)).sum()
     share = (level + bias * target) / (noise + bias)  # of least noise and bias, of sum 1
-    expected = torch.from_numpy(share * (target @ size) / size) @ deltas.double()
+    expected = torch.from_numpy(share * (share @ size) / size) @ deltas.double()
     step = moved(loop, dataclasses.replace(updates, deltas=deltas), view)
     torch.testing.assert_close(step.double(), expected, rtol=1e-4, atol=1e-7)
 

@@ -92,7 +92,7 @@ def test_without_bias_it_is_the_closed_form(exponent):
     quota = allocate_int(factor, 4000, exponent)
     assert np.abs(quota - closed).max() <= 1
     constant = allocate_int(factor, 4000, exponent, bias_cost=0.7 * 30)
-    assert constant.tolist() == quota.tolist(), "a bias that all have alike changes nothing"
+    assert constant.tolist() == quota.tolist(), "a bias that all have changes nothing"
 
 
 @pytest.mark.parametrize("exponent", [1, 2])
@@ -102,7 +102,7 @@ def test_gain_over_equal_quotas(exponent):
         formula = factor.sum() * (factor ** (-1 / exponent)).sum() ** exponent / 30 ** (exponent + 1)
         assert noise_gain(noise_only(factor, 500, exponent), factor, exponent) == pytest.approx(formula, rel=1e-9)
         assert formula >= 1 - 1e-12
-    assert formula == pytest.approx(1.0), "all alike"
+    assert formula == pytest.approx(1.0), "all equal"
     assert noise_gain([4, 4, 0], [1.0, 1.0, math.inf]) == 1.0, "who has no budget is in neither"
 
 

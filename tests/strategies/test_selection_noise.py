@@ -1,4 +1,4 @@
-"""The selection paper's analysis: noise, ratio of bias and noise, and estimates from noised losses."""
+"""The selection paper's analysis: noise, ratio of bias and noise, and estimates from noisy losses."""
 
 import math
 

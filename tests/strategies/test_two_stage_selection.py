@@ -102,7 +102,7 @@ def test_a_run_says_if_its_reports_decide_nothing(kind, clients, make_loop):
     loop = federation(make_loop, Absent(away), strategy)
     with pytest.warns(UserNotice, match=r"reports of losses show no difference between clients"):
         loop.run()
-    assert (len(strategy._reports) > 0) == bool(clients) and np.ptp(strategy._unlike) == 0
+    assert (len(strategy._reports) > 0) == bool(clients) and np.ptp(strategy._gamma) == 0
     assert_within_budgets(loop)
 
 
@@ -122,7 +122,7 @@ def test_an_unlike_client_is_avoided_where_losses_show_it(make_loop):
         strategy = two_stages(ratio=ratio, loss_bound=6.0)
         federation(make_loop, strategy, population=odd_one_out(), privacy={"epsilon": 200.0}, rounds=30).run()
         quotas[ratio] = strategy._quota
-        assert strategy._unlike.argmax() == 5 and strategy._unlike[5] > 1.2 * np.median(strategy._unlike)
+        assert strategy._gamma.argmax() == 5 and strategy._gamma[5] > 1.2 * np.median(strategy._gamma)
     assert quotas[100.0][5] == 0 < quotas[0.0][5] and quotas[100.0].sum() == quotas[0.0].sum()
 
 

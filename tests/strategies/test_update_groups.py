@@ -62,7 +62,7 @@ def centred(gram, weights):
 
 
 #: noise of one client after the other, and standard deviations of Gaussian differences of clients in some directions
-ALIKE = {
+ONE_GROUP = {
     "equal": (ONES, ()),
     "one noisy client": (np.r_[ONES[1:], 10.0], ()),
     "unequal": (np.geomspace(1, 4, 21), ()),
@@ -73,10 +73,10 @@ ALIKE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ALIKE)
+@pytest.mark.parametrize("case", ONE_GROUP)
 def test_clients_that_differ_by_one_gaussian_are_one_group(case):
     """Nominal 1 %, seed 3, 100 draws: more than 4 % has probability 0.003 (binomial)."""
-    noise, spread = ALIKE[case]
+    noise, spread = ONE_GROUP[case]
     rng, alarms = np.random.default_rng(3), 0
     for seed in range(100):
         points = rng.standard_normal((21, max(1, len(spread)))) * np.array(spread or [0.0])

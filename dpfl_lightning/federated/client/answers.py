@@ -25,7 +25,6 @@ from dpfl_lightning.kernels.pooling import channels_last
 from dpfl_lightning.models.features import feature_row, record_features
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.models.tasks import class_logits
-from dpfl_lightning.privacy.clipping.checked import moved_parameters
 from dpfl_lightning.privacy.clipping.inputs import Block, Inputs, take
 from dpfl_lightning.privacy.clipping.passes import FixedPasses
 from dpfl_lightning.privacy.clipping.reference import (
@@ -34,6 +33,7 @@ from dpfl_lightning.privacy.clipping.reference import (
     evaluating,
     summing_dtype,
 )
+from dpfl_lightning.privacy.clipping.trial_records import moved_parameters
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator
 
@@ -105,7 +105,7 @@ def answer(
     generator: RandomGenerator,
     passes: FixedPasses,
 ) -> Any:
-    """The answer of a client from all its records `x [n, *X]`, `y [n]`: the noised sum `[k]`, the chosen index,
+    """The answer of a client from all its records `x [n, *X]`, `y [n]`: the noisy sum `[k]`, the chosen index,
     or a plain answer. ValueError if the registered function does not return one row for each record.
 
     **Guarantees** One record changes one row only: rows are computed under `vmap`, one record at a time, in passes in
@@ -250,7 +250,7 @@ def _parameters(module: ClientModule, model: Tensor, x: Inputs) -> dict[str, Ten
     """The parameters of `model` `[P]`, with the weights of convolutions in the memory format in which `x` has entered.
 
     Under `vmap` a convolution has the memory format of its weight, not of its input. Channels last are ten times as
-    fast before max-pooling on a CPU, but not all nets support them: `ClippedSum.enter` knows.
+    fast before max-pooling on a CPU, but not all models support them: `ClippedSum.enter` knows.
     """
     params = module.unflatten(model)
     if not isinstance(x, Tensor) or x.dim() != 4 or x.stride(1) != 1:

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dpfl_lightning.errors import UserError, require
 
-#: optimisers of torch that treat every number alike, so that several tensors may be one
+#: optimisers of torch that treat every number in the same way, so that several tensors may be one
 _ELEMENTWISE = {getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad")}
 
 

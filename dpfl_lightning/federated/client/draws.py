@@ -1,4 +1,4 @@
-"""Random draws of nets and of users' code: the same ones again, and whether there were any."""
+"""Random draws of models and of users' code: the same ones again, and whether there were any."""
 
 import random
 from collections.abc import Iterator

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from dpfl_lightning.config.reading import read_key
 from dpfl_lightning.errors import NEW_RUN, UserError
 from dpfl_lightning.federated.client.engines.engine import COUNTED
 from dpfl_lightning.privacy.ledger.file import Header, read_header
@@ -48,7 +49,7 @@ class ClientFolder:
             advice = "Without it, what was spent is unknown: restore it, or start a new run in another --output_dir."
             raise UserError(f"`{self.ledger_file}` must lie beside checkpoint.key, got no such file. {advice}")
         if self.key_file.is_file():
-            return _key_in(self.key_file)
+            return read_key(self.key_file, NEW_RUN)
         if ended:
             return b""
         if self.ledger_file.is_file():
@@ -61,7 +62,7 @@ class ClientFolder:
         Raises UserError if the key is damaged, or is gone although there is a checkpoint.
         """
         if self._seal_key_file.is_file():
-            key = _key_in(self._seal_key_file)
+            key = read_key(self._seal_key_file, NEW_RUN)
         elif any(self.path.glob("checkpoint*.pt")):
             raise UserError(f"`{self._seal_key_file}` must lie beside checkpoint.pt, got no such file. {NEW_RUN}")
         else:
@@ -89,14 +90,4 @@ class ClientFolder:
 def _new_key(file: Path) -> bytes:
     key = secrets.token_bytes(32)
     write_text(file, key.hex(), private=True)
-    return key
-
-
-def _key_in(file: Path) -> bytes:
-    try:
-        key = bytes.fromhex(file.read_text())
-    except (OSError, ValueError):
-        key = b""
-    if len(key) != 32:
-        raise UserError(f"`{file}` must hold 64 hexadecimal digits, got others. {NEW_RUN}")
     return key

@@ -140,7 +140,7 @@ def data_digests(population: Population, key: bytes) -> Iterator[bytes]:
 
 
 def sketches(population: Population, key: bytes) -> list[tuple[str, ...]]:
-    """The least keyed digests of each client's records, at most 16: clients with many of them in common are alike.
+    """The least keyed digests of each client's records, at most 16. Clients with many in common share records.
 
     Training and held-out records count in any order. Of a long record, 256 numbers do.
     """

@@ -15,8 +15,9 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.client.answers import check_answerable
 from dpfl_lightning.federated.client.budgets import Budgets, check_budgets
+from dpfl_lightning.federated.client.checks import check_fits, naming_layers
 from dpfl_lightning.federated.client.draws import fixed_rng
-from dpfl_lightning.federated.client.dummy_data import check_fits, naming_layers, seconds_per_record
+from dpfl_lightning.federated.client.dummy_data import seconds_per_record
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.evaluation import evaluate
 from dpfl_lightning.federated.client.folder import ClientFolder
@@ -282,7 +283,7 @@ class LocalClients:
         failed.clear()  # tracebacks hold tensors
 
     def _secret_draws(self, purpose: str, round: int) -> AbstractContextManager[None]:
-        """Seed what nets draw, such as dropout, as secretly as noise.
+        """Seed what models draw, such as dropout, as secretly as noise.
 
         If the draws of each record were known, one record more or less would move those of all others, and a sum by
         more than the clip norm. Draws that nobody knows have the same distribution for each record.

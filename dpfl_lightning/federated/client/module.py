@@ -236,7 +236,7 @@ class ClientModule(Model, L.LightningModule):
             raise
 
     def configure_optimizers(self) -> Any:
-        """The optimiser of the task, the given one, or that of a LightningModule. It sees noised gradients only."""
+        """The optimiser of the task, the given one, or that of a LightningModule. It sees noisy gradients only."""
         task = self._require_task()
         if self.optimizer_from == "optimizer" and self.given_optimizer is not None:
             return self.given_optimizer(self.trainable)

@@ -111,10 +111,10 @@ class Clients(Protocol):
         """The plan without the clients that cannot pay; the others are charged."""
 
     def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
-        """The noised releases of an accepted plan from `models` `[K, P]`, or their sum by `raw_weights` `[K, C]`."""
+        """The noisy releases of an accepted plan from `models` `[K, P]`, or their sum by `raw_weights` `[K, C]`."""
 
     def ask(self, query: ChargedQuery, round: int) -> Answers:
-        """The noised answers of those clients that can pay for them, by client."""
+        """The noisy answers of those clients that can pay for them, by client."""
 
     def evaluate(self, final_models: ClientModels) -> Evaluation:
         """Scores of models on the test set and on each client's held-out records. Not covered by the guarantee."""

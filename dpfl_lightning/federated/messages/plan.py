@@ -29,7 +29,7 @@ class LocalTraining:
 
 @dataclass(frozen=True)
 class ClassGradients:
-    """The noised sum of the clipped gradients of each class, divided by the expected batch size, `[num_classes, p]`.
+    """The noisy sum of the clipped gradients of each class, divided by the expected batch size, `[num_classes, p]`.
 
     Args:
         parameters: names of the parameters whose p gradient entries are clipped and sent; None is all, p = P.
@@ -51,7 +51,7 @@ class ClassGradients:
     def sampler(self, mechanism: Mechanism, steps: int = 1, sampling: str = "poisson") -> RecordSampler:
         """The sampler of the only batch. Raises ValueError if its event would not cover the release."""
         if self.counts and mechanism.noise_multiplier > 0:
-            raise ValueError("exact counts beside noised sums are covered by no epsilon")
+            raise ValueError("exact counts beside noisy sums are covered by no epsilon")
         if self.most_records is None:
             return SAMPLERS[sampling](mechanism)
         return OfEachClass(mechanism, most=self.most_records)

@@ -40,10 +40,10 @@ class Query:
 
     Args:
         purpose: the line of every asked client's schedule that pays; its event must be the mechanism's for one answer.
-        mechanism_of: asked client -> mechanism of its answer. `Gaussian` and `Laplace` release the noised sum of the
+        mechanism_of: asked client -> mechanism of its answer. `Gaussian` and `Laplace` release the noisy sum of the
             records' rows, divided by `expected_batch_size`; each row is clipped to `clip_norm` in the mechanism's norm,
             and the sample rate must be 1. `ExponentialMechanism` releases the index of the column with the largest
-            noised sum; scores are clamped to [0, 1]. A row or score that is not finite counts as zero.
+            noisy sum; scores are clamped to [0, 1]. A row or score that is not finite counts as zero.
 
     Attributes:
         replaces_update: whether a simulated network loses answers as it loses updates.
@@ -66,7 +66,7 @@ class Query:
         return dataclasses.replace(self, mechanism_of={client: self.mechanism_of[client] for client in clients})
 
     def read(self, client: int, released: Any) -> Any:
-        """Convert the noised sum `[k]` (float64, CPU), chosen index or plain answer at the server; post-processing."""
+        """Convert the noisy sum `[k]` (float64, CPU), chosen index or plain answer at the server; post-processing."""
         return released
 
 
@@ -203,7 +203,7 @@ class ScoreCounts(Query):
 
 
 def answer_fits(question: Query, client: int, value: object) -> bool:
-    """Whether a value that a client states as its noised answer is one that the question can have."""
+    """Whether a value that a client states as its noisy answer is one that the question can have."""
     if isinstance(question.mechanism_of[client], ExponentialMechanism):
         candidates = len(question.models) if isinstance(question, SelectModel) else math.inf
         return type(value) is int and 0 <= value < candidates

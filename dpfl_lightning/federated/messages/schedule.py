@@ -39,8 +39,8 @@ class RunSchedule:
         raise KeyError(f"client {client} has planned {known}, not {purpose!r}: declare it in `plan_run`")
 
     def noised(self, client: int, purpose: str) -> NoisedEvent:
-        """The event of one release of that purpose; KeyError if it is not a noised sum."""
+        """The event of one release of that purpose; KeyError if it is not a noisy sum."""
         event = self.planned(client, purpose).event
         if not isinstance(event, NoisedEvent):
-            raise KeyError(f"client {client} has planned {event} for {purpose!r}, which is no noised sum")
+            raise KeyError(f"client {client} has planned {event} for {purpose!r}, which is no noisy sum")
         return event

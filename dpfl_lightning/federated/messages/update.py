@@ -1,4 +1,4 @@
-"""The noised updates of a round as they arrive at the server, and their weighted sum."""
+"""The noisy updates of a round as they arrive at the server, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class WeightedSum:
 
 @dataclass(frozen=True)
 class ClientUpdates:
-    """The noised updates of the C clients whose updates arrived. What is computed from them is post-processing.
+    """The noisy updates of the C clients whose updates arrived. What is computed from them is post-processing.
 
     Args:
         noise_std: standard deviation of the noise in each number of an update, known from mechanism and steps; NaN if

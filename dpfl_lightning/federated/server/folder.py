@@ -112,9 +112,9 @@ class RunFolder:
         write_json(self.path / name, content)
 
     def save_models(self, module: Model, final_models: ClientModels, single: bool) -> None:
-        """Write state dicts of the net: `model.pt` with that of `module` if it is `single`, `model_<k>.pt` of several.
+        """Write state dicts of `net`: `model.pt` with that of `module` if it is `single`, `model_<k>.pt` of several.
 
-        Of a net with frozen parameters, which may be large and which its user has, they hold the trained ones only.
+        If parameters are frozen, which may be large and which the user has, they hold the trained ones only.
         """
         frozen, models = has_frozen(module.net), final_models.models
         named = {"model.pt": module.flat} if single else {}

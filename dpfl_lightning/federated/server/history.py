@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dpfl_lightning.config.reading import check_format, read_text
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.config.reading import check_format, expecting, read_text
 
 FILE, FORMAT = "metrics.jsonl", 1
 
@@ -40,12 +39,7 @@ def read(path: Path) -> list[Round]:
         return []
     advice = "Restore it, or delete it to go on without the curves of past rounds."
     lines, kind = read_text(path, advice=advice).split("\n"), TypeAdapter(Round)
-    try:
+    with expecting(path, "hold one JSON object for each round", advice):
         for line in lines[:-1]:
             check_format(path, json.loads(line)["format"], FORMAT)
         return [kind.validate_json(line, strict=True) for line in lines[:-1]]
-    except UserError:
-        raise
-    except (ValueError, KeyError, TypeError, RecursionError):
-        must = "hold one JSON object for each round"
-        raise UserError(f"`{path}` must {must}, got a file that cannot be read. {advice}") from None

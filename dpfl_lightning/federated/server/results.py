@@ -134,7 +134,7 @@ class RunResult:
         reason: why the run ended; after an interruption also how to resume it.
         ledger: run, number of lines and end of the chain of the ledger. A ledger that ends otherwise was changed.
         clients: one mapping for each client. Infinite epsilons (no budget) and missing scores are None. Batch size and
-            noise multiplier are those of its most frequent noised sum, `noise_std` is that of each number in its last
+            noise multiplier are those of its most frequent noisy sum, `noise_std` is that of each number in its last
             update, accuracy in [0, 1], mean loss and metrics are those of its final model on its held-out records.
         task: what was learnt, such as "multiclass", and whether it was named or inferred.
         test_set: whether there is one; without it, test scores are the means over clients on their held-out records.
@@ -147,9 +147,9 @@ class RunResult:
         remarks: what strategies say of the finished run, in sentences.
         metrics: what strategies and the run report of the last round.
         interrupted: whether Ctrl-C or SIGTERM ended the run; not in `result.json`, which only finished runs have.
-        model: the trained net, as in `model.pt`, with personal parameters at their initial values; the mean of the
-            clients' models, of which no score is, if each has its own (see `FederatedLoop.client_model`). None if the
-            run did not finish, or if models began differently, as those of clusters. Not in `result.json`.
+        model: the trained `nn.Module`, as in `model.pt`, with initial personal parameters. It is a mean of models,
+            which has no score, if each client has its own (see `FederatedLoop.client_model`). None if the run did not
+            finish, or if models began differently, as those of clusters. Not in `result.json`.
     """
 
     output_dir: str
@@ -187,7 +187,7 @@ class RunResult:
     model: nn.Module | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "model": None}  # for other ranks: a user's net may not be picklable
+        return {**vars(self), "model": None}  # for other ranks: a user's model may not be picklable
 
     def history(self) -> list[dict[str, Any]]:
         """Return one mapping for each round: `round`, the curves by name, and `clients`: curve -> client -> value.

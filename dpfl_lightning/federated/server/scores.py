@@ -135,14 +135,18 @@ def in_words(result: Result) -> str:
 
 def remarks(results: Sequence[Result]) -> list[str]:
     """Return sentences on what the scores do not show: those that are no better than a constant prediction, what
-    strategies say, scores that the records do not define, and those that real sites would keep to themselves."""
+    strategies say, scores that the records do not define, and those that real sites would keep to themselves.
+
+    The accuracy is judged only where no other score has a baseline: a useful model for rare events is no more accurate.
+    """
     columns, low = known_values([scores_of(one, "test_") for one in results]), []
-    for name, constants in known_values([one.get("baseline") or {} for one in results]).items():
-        if name in _CONSTANT and (known := columns.get(name)) and constants:
-            value, constant = statistics.fmean(known), statistics.fmean(constants)
-            gain = constant - value if name in SMALLER_IS_BETTER else value - constant
-            if gain <= 1e-9 * abs(constant):  # means of equal scores differ by rounding
-                low.append(f"{name} {formatted(name, value)} ({_CONSTANT[name]} {formatted(name, constant)})")
+    constants = known_values([one.get("baseline") or {} for one in results])
+    judged = [name for name, values in constants.items() if name in _CONSTANT and values and columns.get(name)]
+    for name in [one for one in judged if one != "accuracy"] or judged:
+        value, constant = statistics.fmean(columns[name]), statistics.fmean(constants[name])
+        gain = constant - value if name in SMALLER_IS_BETTER else value - constant
+        if gain <= 1e-9 * abs(constant):  # means of equal scores differ by rounding
+            low.append(f"{name} {formatted(name, value)} ({_CONSTANT[name]} {formatted(name, constant)})")
     sentences = [f"No better than the baseline: {', '.join(low)}."] if low else []
     sentences += dict.fromkeys(words for result in results for words in result.get("remarks") or ())
     undefined: dict[str, dict[str, None]] = {}  # what to say -> of which clients

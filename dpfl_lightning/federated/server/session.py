@@ -47,7 +47,7 @@ T = TypeVar("T")
 class RunSession:
     """One run of `config` over clients that are reached by messages alone: what is planned, on disk and counted.
 
-    `model` is the server's copy of the net, whose parameters are the start.
+    `model` is the server's copy of the module, whose parameters are the start.
     """
 
     def __init__(self, clients: Clients, model: Model, config: RunConfig) -> None:
@@ -145,11 +145,11 @@ class RunSession:
     def _new_model(self, seed: int) -> Tensor:
         build = self.config.new_net
         if build is None:
-            advice = "Give FederatedLoop what builds the net: a strategy begins with several models, or again."
+            advice = "Give FederatedLoop what builds the model: a strategy begins with several models, or again."
             raise UserError(f"`new_net` must be a function, got None. {advice}")
         with torch.random.fork_rng(devices=[]):
             model = Model(build(seed)).flat.to(self.clients.device)
-        must = f"build a net of {self.model.num_params} parameters"
+        must = f"build a model of {self.model.num_params} parameters"
         require(len(model) == self.model.num_params, "new_net", must, len(model))
         return model
 
@@ -366,7 +366,7 @@ class RunSession:
             raise
 
     def _replan(self) -> None:
-        """Let strategies change the schedule of what is left."""
+        """Let strategies change the schedule of the remaining rounds."""
         changed = fold(self.config.strategies, "replan", self.schedule, self.view(self.state))
         if changed is not self.schedule:
             self._plan_for(changed)

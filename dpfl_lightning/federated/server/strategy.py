@@ -33,7 +33,7 @@ class Strategy:
     Attributes:
         role: what `weigh` returns: "base" (exactly one strategy of a run), "correction" or "mask" (multiplied with it),
             or "route" (`[K, C]`, replaces `model_of` in the aggregation).
-        default_base: base rule that is added to a run that names none.
+        default_base: aggregation rule that is added to a run that names none.
         caveats: sentences that every guarantee of the run must contain.
         trains_on_server: whether the server's work may take longer than the clients'. Then no time is estimated.
         needs_training: whether the strategy requires local training.
@@ -85,7 +85,7 @@ class Strategy:
         return schedule
 
     def initialise(self, state: ServerState, view: View) -> ServerState | None:
-        """The models at the start, instead of the net for all clients. Exclusive. Not called on resume."""
+        """The models at the start, instead of one for all clients. Exclusive. Not called on resume."""
         return None
 
     def describe(self, view: View) -> tuple[str, ...]:
@@ -162,6 +162,13 @@ HOOKS = frozenset(name for name in vars(Strategy) if not name.startswith("_"))
 _WATCHING = frozenset(name for name in vars(Callback) if not name.startswith("_"))
 #: hooks that decide nothing
 _REPORTING = {"describe", "needs_updates", "metrics", "remarks", "client_embedding", "state_dict", "load_state_dict"}
+#: hook that one strategy may override -> what it does then
+_EXCLUSIVE = {
+    "initialise": "gives clients their models",
+    "combine": "combines updates",
+    "step": "moves models",
+    "final_models": "chooses the final models",
+}
 
 
 def _way_out(given: object) -> str:
@@ -187,37 +194,44 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
         must = "hold instances of Callback or Strategy"
         require(isinstance(callback, Callback), "callbacks", must, callback, _way_out(callback))
         _check_names(callback, _WATCHING)
-    bases = [type(strategy).__name__ for strategy in strategies if strategy.role == "base"]
+    bases = [_name(strategy) for strategy in strategies if strategy.role == "base"]
     if len(bases) != 1:
         raise UserError(
-            f"`strategies` must hold exactly one base rule (size_weighted, uniform, ...), got {bases or 'none'}. "
-            "Keep one; corrections and masks multiply onto it."
+            f"`strategies` must hold exactly one aggregation rule (size_weighted, uniform, ...), got "
+            f"{' and '.join(bases) or 'none'}. Keep one; corrections and masks multiply onto it."
         )
-    selecting = " and ".join(type(strategy).__name__ for strategy in strategies if strategy.selects)
+    selecting = " and ".join(_name(strategy) for strategy in strategies if strategy.selects)
     must = "hold at most one strategy that limits how often clients train"
     require(" and " not in selecting, "strategies", must, selecting, "Remove one of them.")
     for other, strategy in itertools.product(strategies, repeat=2):
         if other.in_place_of_training and strategy.needs_training:
             raise UserError(
-                f"`strategies` must not hold {type(strategy).__name__} beside {type(other).__name__}, got both. The "
+                f"`strategies` must not hold {_name(strategy)} beside {_name(other)}, got both. The "
                 f"former is for local training; with the latter {other.in_place_of_training}. Remove one of them."
             )
         if other.refuses_pull and strategy.pulls:
             raise UserError(
-                f"`strategies` must not hold {type(strategy).__name__} beside {type(other).__name__}, got both. The "
+                f"`strategies` must not hold {_name(strategy)} beside {_name(other)}, got both. The "
                 "former makes updates shorter than their noise, which the latter takes for false. Remove one of them."
             )
-    for hook in ("initialise", "combine", "step", "final_models"):
-        names = " and ".join(type(strategy).__name__ for strategy in strategies if overrides(strategy, hook))
-        if " and " in names:
-            raise UserError(f"`{hook}` must be answered by one strategy, got {names}. Remove one of them.")
+    for hook, does in _EXCLUSIVE.items():
+        names = [_name(strategy) for strategy in strategies if overrides(strategy, hook)]
+        must = f"hold at most one strategy that {does} (`{hook}`)"
+        require(len(names) < 2, "strategies", must, " and ".join(names), "Remove one of them.")
     for first, second in itertools.combinations(strategies, 2):
-        kind, must = type(first).__name__, f"name {type(second).__name__} before strategies that pull to a model"
-        require(not (first.pulls and second.before_pulls), "strategies", must, f"it after {kind}", "Exchange them.")
+        must, given = f"name {_name(second)} before strategies that pull to a model", f"it after {_name(first)}"
+        require(not (first.pulls and second.before_pulls), "strategies", must, given, "Exchange them.")
     for part, same in itertools.combinations([*strategies, *callbacks], 2):
         must = "hold each object once, because it would act twice"
         require(part is not same, "strategies and callbacks", must, type(part).__name__)
     return strategies, callbacks
+
+
+def _name(strategy: Strategy) -> str:
+    """Return the name in a configuration, which is that of the file, or the class of another package."""
+    kind = type(strategy)
+    inside = kind.__module__.startswith("dpfl_lightning.strategies.")
+    return kind.__module__.rpartition(".")[2] if inside else kind.__name__
 
 
 def _check_names(part: Strategy | Callback, hooks: frozenset[str]) -> None:

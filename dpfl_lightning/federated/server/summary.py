@@ -90,7 +90,7 @@ def accuracy_over_clients(accuracies: Sequence[float | None]) -> dict[str, Any]:
 
 
 def noise_multiplier(schedule: ClientSchedule) -> float | None:
-    """Return the noise multiplier of the client's most frequent noised sum; None if no release is planned."""
+    """Return the noise multiplier of the client's most frequent noisy sum; None if no release is planned."""
     return (schedule.main.noise_multiplier or 0.0) if any(schedule.releases) else None
 
 

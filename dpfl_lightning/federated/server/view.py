@@ -38,8 +38,8 @@ class View:
         learning_rate: of each client in this round.
         optimizer: see `RoundPlan.optimizer`.
         test_score: of the state's models on the public test set; None without one, or if they were not evaluated.
-        ask: `ask(query)` charges the clients, and returns their noised answers.
-        new_model: `new_model(seed)` returns the initial parameters `[P]` of the net for a public seed.
+        ask: `ask(query)` charges the clients, and returns their noisy answers.
+        new_model: `new_model(seed)` returns the initial parameters `[P]` of the model for a public seed.
         solve: `solve(schedule)` returns the schedule with its free noise solved by the run's accountant.
         used: `used(client, purpose)` returns how many releases the client has paid for.
     """

@@ -54,7 +54,7 @@ class RankedEngine:
     `OMP_NUM_THREADS` is equal.)
 
     **Privacy** Records stay on their rank. What crosses: the key of a simulation (otherwise each rank draws fresh
-    noise), which rows of persons are used, start models, released updates, noised answers, personal parameters, counts
+    noise), which rows of persons are used, start models, released updates, noisy answers, personal parameters, counts
     of gradients, outputs of evaluation.
     """
 

@@ -445,14 +445,14 @@ class NonPrivateEvent(Release):
 #: what a client can release; a ledger records each by its `kind`
 RELEASES: tuple[type[Release], ...] = (*_OF_HELD_OUT, *_OF_HELD_OUT.values(), SelectionEvent, NonPrivateEvent)
 
-#: privacy.mechanism -> event of its noised sums
+#: privacy.mechanism -> event of its noisy sums
 NOISED: dict[str, type[NoisedEvent]] = {one.kind: one for one in _OF_HELD_OUT}
 
 _KINDS: dict[str, type[Event]] = {Caveat.kind: Caveat, **{one.kind: one for one in RELEASES}}
 
 
 def noised_steps(events: Iterable[Event]) -> int:
-    """Return the number of steps that release a noised sum."""
+    """Return the number of steps that release a noisy sum."""
     return sum(event.steps for event in events if isinstance(event, NoisedEvent))
 
 

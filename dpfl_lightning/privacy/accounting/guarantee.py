@@ -24,7 +24,7 @@ SEVERAL_RECORDS = (
     "privacy.rows_per_person states what holds for them"
 )
 
-#: what a set of noised sums is
+#: what a set of noisy sums is
 _OF_COUNTS = " of counts of held-out records, from which accuracy, AUROC and calibration follow,"
 
 #: what no epsilon of a run that protects persons covers
@@ -137,7 +137,7 @@ class Guarantee:
 
     @property
     def counts_held_out(self) -> bool:
-        """Whether epsilon covers noised counts of held-out records."""
+        """Whether epsilon covers noisy counts of held-out records."""
         return EXACT_SCORES in self.not_covered
 
     @property
@@ -241,12 +241,13 @@ def guarantee(
     epsilon, method = accountant.bound(events, delta) if bound is None else bound
     caveats = tuple(dict.fromkeys(event.words for event in events if isinstance(event, Caveat)))
     unprotected, drawn = leaks_of(events), sampling_words(events, sampling)
-    counts = any(isinstance(event, Release) and event.counts_held_out for event in events)
+    releasing = [event for event in events if isinstance(event, Release)]
+    counts = any(event.counts_held_out for event in releasing)
     not_covered = (EXACT_SCORES if counts and math.isfinite(epsilon) else SCORED_RECORDS, *NOT_COVERED[1:])
     if accountant.unit == "person":
         drawn, not_covered = f"{drawn} of persons", (*not_covered, OTHER_CLIENTS)
         drawn += "" if most_records is None else f", at most {counted(most_records, 'row')} of each"
-    elif most_records is not None and most_records > 1 and math.isfinite(epsilon) and any(map(_is_release, events)):
+    elif most_records is not None and most_records > 1 and math.isfinite(epsilon) and releasing:
         nothing = "nothing is stated for persons with several records, because earlier releases chose later ones"
         changed = FILTER in method or CHOSEN in method
         caveats = (*caveats, nothing if changed else group_words(events, delta, accountant, most_records))
@@ -272,10 +273,6 @@ def weakest(guarantees: Sequence[Guarantee]) -> RunGuarantee:
     accounts = [guarantee.together for guarantee in guarantees if guarantee.together is not None]
     together = max(accounts, key=lambda account: account.urgency, default=None)
     return RunGuarantee(**{**vars(one), "together": together}, clients=len(guarantees), unbounded=unbounded)
-
-
-def _is_release(event: Event) -> bool:
-    return isinstance(event, Release)
 
 
 def _epsilon(value: Any) -> float:

@@ -65,7 +65,8 @@ def joint_bounds(holders: Sequence[tuple[History, float, str]]) -> list[tuple[fl
         different = [sorted(set(run), key=repr) for run in history]
         count = math.prod(map(len, different))
         if (key := (repr(different), delta, adjacency)) not in done:
-            if count * len(composed(_all(different), delta).releases) > left:
+            of_first = [event for run in different for event in run[0]]
+            if count * len(composed(of_first, delta).releases) > left:
                 continue
             everything = [[event for released in one for event in released] for one in itertools.product(*different)]
             left -= sum(len(composed(events, delta).releases) for events in everything)
@@ -73,11 +74,6 @@ def joint_bounds(holders: Sequence[tuple[History, float, str]]) -> list[tuple[fl
             done[key] = max(tight, key=lambda bound: bound[0])
         bounds[place] = done[key]
     return bounds
-
-
-def _all(history: History) -> list[Release]:
-    """Return all releases of a holder who is the first client of each run."""
-    return [event for run in history for event in run[0]]
 
 
 def _by_rdp(history: History, delta: float, adjacency: str) -> tuple[float, str]:

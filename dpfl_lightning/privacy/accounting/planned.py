@@ -119,19 +119,19 @@ class ClientSchedule:
 
     @property
     def noised(self) -> list[NoisedEvent]:
-        """The events of noised sums."""
+        """The events of noisy sums."""
         return [line.event for line in self.planned if isinstance(line.event, NoisedEvent)]
 
     @property
     def main_line(self) -> Planned:
-        """One of the most frequent noised sums of training records (KeyError without one).
+        """One of the most frequent noisy sums of training records (KeyError without one).
 
         It defines the noise and the sample rate.
         """
         sums = [line for line in self.planned if isinstance(line.event, NoisedEvent)]
         noised = [line for line in sums if not line.event.counts_held_out]
         if not noised:
-            raise KeyError("no noised sum is planned")
+            raise KeyError("no noisy sum is planned")
         return max(noised, key=lambda line: line.count)
 
     @property

@@ -62,7 +62,7 @@ def calibrate(
 def cut_to_budgets(
     schedules: Sequence[ClientSchedule], accountant: Accountant, on_progress: Callable[[int, int], None] | None = None
 ) -> list[ClientSchedule]:
-    """Reduce the count of the most frequent noised sum to what the budget allows together with all other releases.
+    """Reduce the count of the most frequent noisy sum to what the budget allows together with all other releases.
 
     This applies to schedules whose noise is given. Those with free noise or an infinite target are returned unchanged.
     `NonPrivateEvent` releases are left out, and `on_progress` is called, as in `calibrate`. Raises UserError if the

@@ -5,29 +5,20 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.errors import UserError, require, shortened, warn_user
-from dpfl_lightning.kernels.float64_sums import row_norms
-from dpfl_lightning.privacy.clipping.constant_draws import EXTREME_DRAWS, ConstantDraws
+from dpfl_lightning.privacy.clipping.constant_draws import EXTREME_DRAWS, ConstantDraws, generators_kept
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.graphs import GraphedSum
-from dpfl_lightning.privacy.clipping.inputs import Block, rows_each, take
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
-from dpfl_lightning.privacy.clipping.isolation import (
-    SMALL_CROWD,
-    crowd_of,
-    in_companies,
-    of_copies,
-    operations_of,
-)
+from dpfl_lightning.privacy.clipping.inputs import take
+from dpfl_lightning.privacy.clipping.isolation import SMALL_CROWD, in_companies, of_copies, operations_of
 from dpfl_lightning.privacy.clipping.layer_rules import ByName
 from dpfl_lightning.privacy.clipping.passes import PASS_COST, PASS_FLOPS, SIZES, Batch, FixedPasses
 from dpfl_lightning.privacy.clipping.reads import Read, reads_of
@@ -42,17 +33,22 @@ from dpfl_lightning.privacy.clipping.reference import (
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
 from dpfl_lightning.privacy.clipping.state import contents, large_tensors, tensors_restored
+from dpfl_lightning.privacy.clipping.trial_records import (
+    FEW_KINDS,
+    KINDS,
+    RANDOM_KINDS,
+    Reference,
+    TrialRecords,
+    moved_parameters,
+    own_parameters,
+    passes_of,
+)
 from dpfl_lightning.privacy.clipping.vector_loops import reads_numbers
 from dpfl_lightning.runtime.threads import one_thread_an_operator
 
 _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
 _CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of a check: more take seconds
 _FEWEST_IN_A_CROWD = 24
-_QUICKER_ON_A_GPU = 256  # times as many operations of a pass take no longer there
-_KINDS = 7  # of records in a random example
-_RANDOM_KINDS = 3  # the first ones, without constant stretches
-_FEW_KINDS = [3, 5, 6]  # of a large model: without those that are random from end to end
-_MOST_KEPT = 1 << 22  # numbers of the gradients that the reference keeps
 _MOST_BY_VMAP = 1 << 19  # parameters: of larger models the loop is as fast, and of these up to 8 times slower
 
 PassedSum = FastClippedSum | VmapClippedSum
@@ -102,7 +98,9 @@ class CheckedSum:
     def _evidence(self, params: Params, x: Records, y: Tensor, count: int) -> list[Tensor]:
         assert self.kind is not None
         with _still(self.net, self.passes), tensors_restored(self.net), evaluating(*dropout_layers(self.net)):
-            return self.kind(self.net, self._sample_loss, len(y)).evidence(params, x, y, count)
+            norms, *sums = self.kind(self.net, self._sample_loss, len(y)).evidence(params, x, y, count)
+        finite = norms.isfinite()  # others contribute nothing
+        return [norms.where(finite, math.inf), *(one.where(finite, 0) for one in sums)]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> CheckedSum:
         copied = CheckedSum(net, sample_loss, self.passes, self.kind)
@@ -132,19 +130,19 @@ def clipped_sum_for(
     """
     sample_loss = sample_loss or cross_entropy_of(net)
     with _drawing_nothing(net):
-        passes = _passes_of(net, sample_loss, example_x, example_y)
-        kind, reason = _kind_of(net, sample_loss, example_x, example_y, passes)
+        passes, trials = passes_of(net, sample_loss, example_x, example_y)
+        kind, reason = _kind_of(net, sample_loss, trials, passes)
         clipped_sum = CheckedSum(net, sample_loss, passes, kind)
-        if kind is not None and reason.startswith("fast") and isinstance(clipped_sum.choose(), LoopClippedSum):
-            clipped_sum, _ = _vmap_or_loop(net, sample_loss, passes)
-            kind = clipped_sum.kind
+        if reason.startswith("fast") and isinstance(clipped_sum.choose(), LoopClippedSum):
+            clipped_sum = _vmap_or_loop(net, sample_loss, passes)
             reason = "vmap: on this machine the bits of a gradient by rules depend on the other records of a batch"
         if reason[:4] != "loop" and isinstance(clipped_sum.choose(), LoopClippedSum):
             reason = "loop: on this machine the bits of a gradient depend on the other records of a batch"
-            _require_repeatable(net, sample_loss, passes)
     if refused := _refused_draws(clipped_sum):
-        return _loop_of(net, sample_loss, passes), f"loop: {refused}"
+        clipped_sum, reason = CheckedSum(net, sample_loss, passes, None), f"loop: {refused}"
     used = clipped_sum.choose()
+    if isinstance(used, LoopClippedSum):
+        _require_repeatable(net, sample_loss, passes)
     reads = used.reads if isinstance(used, FastClippedSum) else ()
     if places := dict.fromkeys(one.place for one in reads if one.depends and type(one.value) is not bool):
         warn_user(
@@ -157,17 +155,15 @@ def clipped_sum_for(
 def vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, example_x: Records, example_y: Tensor) -> CheckedSum:
     """Return the reference of a run: `VmapClippedSum`, or the loop where `vmap` cannot run the model."""
     with _drawing_nothing(net):
-        passes = _passes_of(net, sample_loss, example_x, example_y)
+        passes, _ = passes_of(net, sample_loss, example_x, example_y)
+        loop = CheckedSum(net, sample_loss, passes, None)
         changed = _changed_in_a_pass(net, sample_loss, passes)
-        clipped_sum = None if changed else _vmap_or_loop(net, sample_loss, passes)[0]
-    return _loop_of(net, sample_loss, passes) if clipped_sum is None or _refused_draws(clipped_sum) else clipped_sum
-
-
-def _loop_of(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> CheckedSum:
-    """Return the loop. Raises UserError as `_require_repeatable`."""
-    with _drawing_nothing(net):
+        clipped_sum = loop if changed else _vmap_or_loop(net, sample_loss, passes)
+    if _refused_draws(clipped_sum):
+        clipped_sum = loop
+    if clipped_sum.kind is None:
         _require_repeatable(net, sample_loss, passes)
-    return CheckedSum(net, sample_loss, passes, None)
+    return clipped_sum
 
 
 def _refused_draws(clipped_sum: CheckedSum) -> str:
@@ -179,30 +175,27 @@ def _refused_draws(clipped_sum: CheckedSum) -> str:
     if isinstance(used, FastClippedSum) and not used.uncovered:
         return ""
     try:
-        with _generators_kept(net), tensors_restored(net):
+        with generators_kept(net), tensors_restored(net):
             used(moved_parameters(net), x, y, ClipRequest(1.0))
     except Exception as error:  # such as draws for what no record has a part in
         return _first_line(error)
     return ""
 
 
-def _vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> tuple[CheckedSum, str]:
-    try:
-        params = moved_parameters(net)
-        if sum(p.numel() for p in params.values()) > _MOST_BY_VMAP:
-            raise ValueError("the loop is as fast for so many parameters")
-        x, y = take(passes.examples, [0, *_FEW_KINDS])
-        VmapClippedSum(sample_loss, len(y))(params, x, y, ClipRequest(1.0))
-    except Exception as error:  # a user's forward pass may raise anything under `vmap`
-        _require_repeatable(net, sample_loss, passes)
-        return CheckedSum(net, sample_loss, passes, None), _first_line(error)
-    return CheckedSum(net, sample_loss, passes, functools.partial(_by_vmap, passes.padding)), ""
+def _vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> CheckedSum:
+    params, kind = moved_parameters(net), None
+    with suppress(Exception):  # a user's forward pass may raise anything under `vmap`
+        if sum(p.numel() for p in params.values()) <= _MOST_BY_VMAP:
+            x, y = take(passes.examples, [0, *FEW_KINDS])
+            VmapClippedSum(sample_loss, len(y))(params, x, y, ClipRequest(1.0))
+            kind = functools.partial(_by_vmap, passes.padding)
+    return CheckedSum(net, sample_loss, passes, kind)
 
 
 @contextmanager
 def _drawing_nothing(net: nn.Module) -> Iterator[None]:
     """Switch dropout off, and restore the generators of random numbers afterwards."""
-    with _generators_kept(net), evaluating(*dropout_layers(net)):
+    with generators_kept(net), evaluating(*dropout_layers(net)):
         yield
 
 
@@ -211,14 +204,13 @@ def _by_vmap(padding: Batch, net: nn.Module, sample_loss: SampleLoss, size: int)
 
 
 def _kind_of(
-    net: nn.Module, sample_loss: SampleLoss, example_x: Records, example_y: Tensor, passes: FixedPasses
+    net: nn.Module, sample_loss: SampleLoss, trials: TrialRecords, passes: FixedPasses
 ) -> tuple[Kind | None, str]:
     """Return how gradients are computed, and why: the first of rules and `vmap` that gives those of the loop."""
-    kinds = _FEW_KINDS if _is_large(passes) else [*range(_KINDS)]
-    of_dtype = functools.partial(_Reference, net, sample_loss, example_x, example_y, kinds, passes.least)
+    kinds = FEW_KINDS if _is_large(passes) else [*range(KINDS)]
+    of_dtype = functools.partial(Reference, net, sample_loss, trials, kinds)
     in_own_dtype = of_dtype(None) if _is_large(passes) else None
     if changed := _changed_in_a_pass(net, sample_loss, passes, in_own_dtype):
-        _require_repeatable(net, sample_loss, passes)
         return None, f"loop: `{changed}` changes in every pass"
     with _still(net, passes):
         try:  # in float64, rounding cannot be mistaken for an error or push an activation across a kink
@@ -236,94 +228,13 @@ def _kind_of(
             return kind, cause
         by_vmap = sum(p.numel() for p in reference.example[0].values()) <= _MOST_BY_VMAP
         try:
-            vmap = VmapClippedSum(reference.loss, _KINDS // 2)
+            vmap = VmapClippedSum(reference.loss, KINDS // 2)
             by_vmap = by_vmap and reference.wrong_parameter(_rows(vmap, *reference.example)) is None
         except Exception:  # a user's forward pass may raise anything under `vmap`
             by_vmap = False
     if by_vmap:
         return functools.partial(_by_vmap, passes.padding), f"vmap: {cause}"
-    _require_repeatable(net, sample_loss, passes)
     return None, f"loop: {cause}"
-
-
-class _Reference:
-    """Gradients of random records of some `kinds`, by the loop, with all parameters and buffers in `dtype`.
-
-    None is the model's own dtype, without copies of what is frozen. Few numbers are kept, so that they are computed
-    once; a caller that needs many of them gets them record by record.
-    """
-
-    def __init__(
-        self,
-        net: nn.Module,
-        sample_loss: SampleLoss,
-        x: Records,
-        y: Tensor,
-        kinds: list[int],
-        least: int,
-        dtype: torch.dtype | None,
-    ) -> None:
-        self.net, self.sample_loss, self._given = net, sample_loss, (x, y, kinds, least)
-        self.tolerance = 1e-8 if dtype == torch.float64 else 1e-4
-        self.rounding = 64 * torch.finfo(dtype or torch.float32).eps
-        fixed = {**dict(net.named_parameters()), **dict(net.named_buffers())} if dtype else {}
-        fixed = {name: t.detach().to(dtype) for name, t in fixed.items() if t.is_floating_point()}
-        self.loss = lambda params, x, y: sample_loss({**fixed, **params}, x, y)
-        params, *records = random_example(net, x, y, dtype, least=least)
-        some_x, some_y = take(tuple(records), kinds)
-        self.example = params, some_x, some_y
-        self._loop = LoopClippedSum(net, self.loss)
-        self._kept, self._totals = dict[int, list[Tensor]](), dict[int, Tensor]()
-
-    @functools.cached_property
-    def exact(self) -> _Reference:
-        """The same in float64."""
-        return _Reference(self.net, self.sample_loss, *self._given, torch.float64)
-
-    def computed(self) -> LoopClippedSum:
-        """Return the loop, which has computed all rows."""
-        for number in range(len(self.example[-1])):
-            self.row(number)
-        return self._loop
-
-    def row(self, number: int) -> list[Tensor]:
-        """Return the gradient of a record, `[p]` for each parameter."""
-        if number in self._kept:
-            return self._kept[number]
-        params, x, y = self.example
-        (row,) = self._loop.each(params, take(x, [number]), y[[number]], ClipRequest(math.inf))
-        self._totals[number] = row_norms(torch.cat([row_norms(one[None]) for one in row])[None])[0]
-        if sum(one.numel() for one in row) <= _MOST_KEPT:
-            self._kept[number] = row
-        return row
-
-    def total(self, number: int) -> Tensor:
-        """Return the norm of the whole gradient of a record."""
-        if number not in self._totals:
-            self.row(number)
-        return self._totals[number]
-
-    def wrong_parameter(self, rows: Iterable[Tensor], norms: Mapping[int, Tensor] | None = None) -> str | None:
-        """Return the first parameter in which a record's gradient `[1, P]` differs by more than rounding, or None.
-
-        It is the first of all if only `norms`, `[B]` by their order, are wrong: rules may enlarge them by rounding. A
-        gradient that is zero up to rounding is compared with the record's whole gradient, and this with the others.
-        """
-        params, enlarged = self.example[0], 1e-8 if self.tolerance == 1e-8 else 1e-2
-        sizes = [p.numel() for p in params.values()]
-        least = self.rounding * torch.stack([self.total(number) for number in range(len(self.example[-1]))]).median()
-        for number, actual in enumerate(rows):
-            exact = self.row(number)
-            of_each = torch.cat([row_norms(one[None]) for one in exact])
-            zero = self.tolerance * 1e-2 * self.total(number) + least
-            for name, a, b, size in zip(params, actual[0].split(sizes), exact, of_each, strict=True):
-                if not (a - b).norm() <= self.tolerance * size + zero:
-                    return name
-            for order, norm in (norms or {}).items():
-                right = row_norms(torch.cat([row_norms(one[None], order) for one in exact])[None], order)
-                if not (1 - self.tolerance) * right - least <= norm[number] <= (1 + enlarged) * right + least:
-                    return next(iter(params))
-        return None
 
 
 def _rows(clipped_sum: FastClippedSum | VmapClippedSum, params: Params, x: Records, y: Tensor) -> Tensor:
@@ -332,12 +243,12 @@ def _rows(clipped_sum: FastClippedSum | VmapClippedSum, params: Params, x: Recor
     return clipped_sum(params, x, y, each)[0][:, None]
 
 
-def _by_rules_if_right(reference: _Reference, passes: FixedPasses, reads: Sequence[Read]) -> tuple[Kind | None, str]:
+def _by_rules_if_right(reference: Reference, passes: FixedPasses, reads: Sequence[Read]) -> tuple[Kind | None, str]:
     """Return the sum by rules if it is right, and how it is computed; otherwise None, and what is wrong."""
     cause, loose, net = "", set[str](), reference.net
     for channels_last in (True, False):
 
-        def by_rules(reference: _Reference) -> tuple[FastClippedSum, str | None]:
+        def by_rules(reference: Reference) -> tuple[FastClippedSum, str | None]:
             params, x, y = reference.example
             fast = FastClippedSum(net, reference.loss, len(y), channels_last, reads=reads, loose=loose)  # noqa: B023
             fast.planned(params, x, y)
@@ -381,7 +292,7 @@ def _in_turn(grads: ByName, params: Params, records: int) -> Iterator[Tensor]:
         yield totals.result()
 
 
-def _used(fast: FastClippedSum, reference: _Reference, passes: FixedPasses) -> tuple[Kind | None, str]:
+def _used(fast: FastClippedSum, reference: Reference, passes: FixedPasses) -> tuple[Kind | None, str]:
     """Return what computes right sums as they are used, and its reason; None if records depend on each other."""
     net, example = reference.net, reference.example
     in_own_dtype = fast.copy_for(net, reference.sample_loss)
@@ -426,7 +337,7 @@ def _by_rules(
 
 
 def _changed_in_a_pass(
-    net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses, reference: _Reference | None = None
+    net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses, reference: Reference | None = None
 ) -> str:
     """Return the name of a tensor that every pass changes; empty if there is none. Notes whether a pass draws.
 
@@ -474,26 +385,21 @@ def _still(net: nn.Module, passes: FixedPasses) -> Iterator[None]:
     if not passes.draws:
         yield
         return
-    with _generators_kept(net), ConstantDraws():
+    with generators_kept(net), ConstantDraws():
         yield
-
-
-def _generators_kept(net: nn.Module) -> AbstractContextManager[Any]:
-    device = next(net.parameters()).device
-    return torch.random.fork_rng([device] if device.type == "cuda" else [])
 
 
 def _require_repeatable(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> None:
     """Raise UserError if the loop gives a record other gradients in a later pass."""
     params, clipped_sum = moved_parameters(net), LoopClippedSum(net, sample_loss)
-    others = _FEW_KINDS if _is_large(passes) else [0, *range(_KINDS)]
-    with _still(net, passes), one_thread_an_operator():
+    others = FEW_KINDS if _is_large(passes) else [0, *range(KINDS)]
+    with _drawing_nothing(net), _still(net, passes), one_thread_an_operator():
         batches = (take(passes.examples, rows) for rows in ([1], others, [1]))
         first, _, last = (clipped_sum(params, x, y, ClipRequest(1.0))[0] for x, y in batches)
     if first.device.type == "cpu" and not torch.equal(first, last):  # kernels of a GPU may add in any order
         raise UserError(
             "`model` must give a record the same gradient in every pass, got another one later. Look for counters "
-            "and averages that the model keeps."
+            "and averages that the model keeps, and for random numbers that are not drawn by torch."
         )
 
 
@@ -502,94 +408,8 @@ def dropout_layers(net: nn.Module) -> list[nn.Module]:
     return [m for m in net.modules() if isinstance(m, nn.modules.dropout._DropoutNd) or tapped_forward(m)]
 
 
-def moved_parameters(net: nn.Module, dtype: torch.dtype | None = None) -> Params:
-    """Return the trainable parameters moved off zeros and symmetries, in `dtype` (None: their own).
-
-    They are views of one vector, as those of a run.
-    """
-    gen = torch.Generator().manual_seed(0)
-    params = _own_parameters(net)
-    moved = [(p + 0.05 * torch.randn(p.shape, generator=gen).to(p)).to(dtype or p.dtype) for p in params.values()]
-    if len({one.dtype for one in moved}) > 1:
-        return dict(zip(params, moved, strict=True))
-    parts = torch.cat([one.reshape(-1) for one in moved]).split([one.numel() for one in moved])
-    return {name: part.view(params[name].shape) for name, part in zip(params, parts, strict=True)}
-
-
-def random_example(
-    net: nn.Module, x: Records, y: Tensor, dtype: torch.dtype | None = None, records: int = _KINDS, least: int = 0
-) -> tuple[Params, Records, Tensor]:
-    """Return parameters off zeros and symmetries, and random, constant, padded and extreme records, in turns.
-
-    Floating numbers are of this dtype (None: their own). Whole numbers that stand alone in a record are from `least`;
-    others are also masks of a short record: ones, then zeros. The rows of a person are of one kind.
-    """
-    gen = torch.Generator().manual_seed(1)
-    device, each, in_blocks = next(net.parameters()).device, rows_each(x), isinstance(x, Block)
-    tokens = min((m.num_embeddings for m in net.modules() if isinstance(m, nn.Embedding)), default=2)
-
-    def like(example: Tensor, high: int) -> Tensor:
-        shape = (records, *example.shape[1:])
-        floating = example.is_floating_point()
-        low = least if len(shape) == 1 + in_blocks else 0
-        drawn = torch.randn(shape, generator=gen) if floating else torch.randint(low, high, shape, generator=gen)
-        rows = drawn.flatten(0, 1) if in_blocks else drawn
-        if rows.dim() > 1:
-            end, kind = rows.shape[1] // 2, torch.arange(len(rows)) // each % _KINDS
-            rows[kind == 3] = 1
-            rows[kind == 4, end:] = 0
-            rows[kind == 6, (end + 1) // 2 :] = 0
-            if floating:
-                rows[kind == 5] *= 100
-            else:
-                rows[kind == 5, end:] = high - 1
-                rows[kind == 6, : (end + 1) // 2] = 1
-        return drawn.to(device, (dtype if floating else None) or example.dtype)
-
-    labels = like(y[..., None], 2)[..., 0] if in_blocks else like(y[:, None], 2)[:, 0]
-    return moved_parameters(net, dtype), tree_map(lambda part: like(part, tokens), x), labels
-
-
-def _passes_of(net: nn.Module, sample_loss: SampleLoss, x: Records, y: Tensor) -> FixedPasses:
-    """Return passes whose examples are random records, the first of which is that of x and y, if there is one."""
-    least = _least_alone(net, sample_loss, x, y)
-    some_x, some_y = random_example(net, x, y, records=max(SIZES) + 1, least=least)[1:]
-    if all(map(len, tree_leaves((x, y)))):
-        for part, given in zip(tree_leaves((some_x, some_y)), tree_leaves((x, y)), strict=True):
-            part[:1] = given[:1]
-    own, one, operations = _own_parameters(net), take((some_x, some_y), [0]), 0
-    with suppress(Exception), torch.no_grad(), tensors_restored(net):  # what a user's code raises is raised again
-        operations = operations_of(lambda: sample_loss(own, *one))
-    fitting = crowd_of(operations // (_QUICKER_ON_A_GPU if some_y.is_cuda else 1))
-    passes = FixedPasses((some_x, some_y), [size for size in SIZES if size <= fitting] or [fitting])
-    passes.least = least
-    passes.crowd = crowd_of(operations, sum(p.numel() for p in net.parameters()))
-    return passes
-
-
-def _least_alone(net: nn.Module, sample_loss: SampleLoss, x: Records, y: Tensor) -> int:
-    """Return 1 if the model takes no 0 where a record has one whole number, such as a length, and otherwise 0."""
-    _, some_x, some_y = random_example(net, x, y)
-    alone = [
-        one for one in tree_leaves(some_x) if one.dim() == 1 + isinstance(x, Block) and not one.is_floating_point()
-    ]
-    for part in alone:
-        part.zero_()
-    if alone:
-        try:
-            with torch.no_grad(), tensors_restored(net):
-                sample_loss(_own_parameters(net), some_x, some_y)
-        except Exception:  # a user's code may raise anything
-            return 1
-    return 0
-
-
 def _is_large(passes: FixedPasses) -> bool:
     return passes.crowd < SMALL_CROWD
-
-
-def _own_parameters(net: nn.Module) -> Params:
-    return {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
 
 
 def _reads_in_a_pass(clipped_sum: FastClippedSum, net: nn.Module, passes: FixedPasses) -> str:
@@ -598,8 +418,8 @@ def _reads_in_a_pass(clipped_sum: FastClippedSum, net: nn.Module, passes: FixedP
     What a forward pass reads of records is fixed. Before that the clipped sum is computed, if it was not already: a
     model under autocast may raise only here, and compiled loops read numbers of their own when they are first used.
     """
-    params = _own_parameters(net)
-    x, y = take(passes.examples, [*range(1 if _is_large(passes) else _KINDS)])
+    params = own_parameters(net)
+    x, y = take(passes.examples, [*range(1 if _is_large(passes) else KINDS)])
     if not _is_large(passes):
         clipped_sum(params, x, y, ClipRequest(1.0))
     both = reads_numbers(lambda: clipped_sum.signals(params, x, y))
@@ -613,9 +433,9 @@ def _reached_by_a_neighbour(fast: FastClippedSum, params: Params, x: Records, y:
 
     def look(some_x: Records, some_y: Tensor, places: Tensor) -> str | None:
         for name, together in fast.signals(params, some_x, some_y).items():
-            alike = beside_itself.get(name, {})
-            if together.keys() != alike.keys() or not all(
-                torch.allclose(together[part][:1], alike[part][:1], 0.0, 0.0, equal_nan=True) for part in together
+            copy = beside_itself.get(name, {})
+            if together.keys() != copy.keys() or not all(
+                torch.allclose(together[part][:1], copy[part][:1], 0.0, 0.0, equal_nan=True) for part in together
             ):
                 return name
         return None
@@ -631,7 +451,7 @@ def _reached_in_company(
     The gradient of an output counts for the random records only: in constant stretches max-pooling passes it to one of
     several equal numbers, and rounding decides which. The check of the sizes compares all records, bit for bit.
     """
-    random = torch.arange(len(y), device=y.device) % _KINDS < _RANDOM_KINDS
+    random = torch.arange(len(y), device=y.device) % KINDS < RANDOM_KINDS
     alone = [fast.signals(params, take(x, [row]), y[[row]]) for row in range(len(y))]  # the model may change copies
 
     def look(some_x: Records, some_y: Tensor, places: Tensor) -> str | None:

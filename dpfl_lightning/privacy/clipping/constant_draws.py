@@ -1,11 +1,12 @@
-"""A model without random draws, for checks that compare passes."""
+"""A model without random draws, and generators that stay as they are, for checks that compare passes."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -31,3 +32,9 @@ class ConstantDraws(TorchDispatchMode):
 
 def _constant(result: Tensor, number: float) -> Tensor:
     return result.fill_(number if result.is_floating_point() else 0)
+
+
+def generators_kept(net: nn.Module) -> AbstractContextManager[Any]:
+    """Restore the generators of random numbers at the end."""
+    device = next(net.parameters()).device
+    return torch.random.fork_rng([device] if device.type == "cuda" else [])

@@ -182,7 +182,7 @@ class FastClippedSum:
     def __call__(self, params: Params, x: Records, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         params = {name: p.detach() for name, p in params.items()}
         if not params.keys() <= self._known:
-            raise Unsupported(f"`{min(params.keys() - self._known)}` is not a trainable parameter of the net")
+            raise Unsupported(f"`{min(params.keys() - self._known)}` is not a trainable parameter of the model")
         wanted, group = request.chosen(params), request.group
         totals, norms = Totals(wanted, request.zeros(wanted)), [torch.empty(0, device=y.device)]
         with self._watched(wanted) as watch:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
-from dpfl_lightning.privacy.clipping.passes import SIZES
+from dpfl_lightning.privacy.clipping.passes import FAILURES, SIZES
 
 Answer = TypeVar("Answer")
 
@@ -21,7 +21,6 @@ SMALL_CROWD = 16
 LIVELY = (1.0, -1.0, 0.0, 1e-3, 10.0, 100.0, 1e4)
 HOSTILE = (math.nan, math.inf, 1e30)
 PAIRS = ((-1.0, 1e4), (math.inf, 1e30), (0.0, math.nan))  # of a large model, in batches of their own
-FAILURES = (RuntimeError, ValueError, IndexError)
 _MOST_WORK = 1 << 32  # operations of the forward passes of a batch of a check: more take seconds
 _WORK_OF_A_PARAMETER = 16  # operations that take as long as a pass reads and writes a parameter and its gradient
 
@@ -68,17 +67,20 @@ def in_companies(
     if most < SMALL_CROWD:  # multiples of whole numbers are all the same
         floating = any(part.is_floating_point() for part in (*tree_leaves(x), y))
         companies = [(pair, most) for pair in (PAIRS if floating else PAIRS[:1])]
-    answers = []
-    for multiples, crowd in companies:
-        records = max(len(y), min(most, crowd))
+    return [beside(look, x, y, multiples, max(len(y), min(most, crowd))) for multiples, crowd in companies]
+
+
+def beside(
+    look: Callable[[Inputs, Tensor, Tensor], Answer], x: Inputs, y: Tensor, multiples: Sequence[float], records: int
+) -> Answer:
+    """Return the result of `look`, as `in_companies`, for one company: the first for which no error is raised."""
+    try:
+        return look(*in_company(x, y, multiples, records))
+    except FAILURES:
         try:
-            answers.append(look(*in_company(x, y, multiples, records)))
+            return look(*in_company(x, y, multiples, records, (1.0,)))
         except FAILURES:
-            try:
-                answers.append(look(*in_company(x, y, multiples, records, (1.0,))))
-            except FAILURES:
-                answers.append(look(*in_company(x, y, (1.0,), records)))
-    return answers
+            return look(*in_company(x, y, (1.0,), records))
 
 
 def of_copies(x: Inputs, y: Tensor, records: int) -> tuple[Inputs, Tensor]:

@@ -58,7 +58,7 @@ class Plan(NamedTuple):
     """The arguments and results of each call with parameters, and the modules in whose forward passes these are."""
 
     calls: Sequence[tuple[Sequence[Form], Sequence[Form]]]
-    modules: frozenset[str]  # the net is ""
+    modules: frozenset[str]  # the whole model is ""
 
 
 @dataclass(frozen=True)

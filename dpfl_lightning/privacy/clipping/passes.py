@@ -30,6 +30,7 @@ Rows = Callable[[Inputs, Tensor, int], Sequence[Tensor]]
 SIZES = (4, *range(8, 97, 8))  # records of a pass
 PASS_COST = 20.0  # fixed cost of a pass of a small model, in records of padding
 PASS_FLOPS = 8e8  # of products, which take as long as the fixed cost of a pass: 4 and 6 records of two ResNets
+FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)  # with which a user's code may refuse records
 _COMPARED = 64  # records of the check of a size, of models that are not large
 _QUANTILES = [NormalDist().inv_cdf((2 * number + 1) / 32) for number in range(16)]
 _COMPANY = (float("nan"), float("inf"), 1e30, 1e-40, 0.0)  # what hostile records are filled with
@@ -95,7 +96,7 @@ def is_private(rows_of: Rows, examples: Batch, size: int) -> bool:
     x, y = take(examples[0], source), examples[1][source]
     try:
         actual = _bits_of(rows_of, (tree_map(_with_hostile_records, x), y), count, places)
-    except (RuntimeError, ValueError, IndexError):  # a user's code may refuse such records
+    except FAILURES:
         actual = _bits_of(rows_of, (x, y), count, places)
     kept = places[:count:2]
     return _equal([one[kept] for one in actual], [one[source[kept]] for one in expected])
@@ -137,13 +138,13 @@ class FixedPasses:
     `examples` are public records x `[n, *X]`, y `[n, ...]`, more than the largest size; the first is the padding.
     `most` records of a pass fit the caches, a pass costs as much as `cost` records, `enter` gives records the memory
     format that suits the model, and `draws` tells whether the model draws random numbers. The batch of a check may have
-    `crowd` records, in which whole numbers that stand alone are from `least`.
+    `crowd` records.
     """
 
     def __init__(self, examples: Batch, sizes: Sequence[int] = SIZES) -> None:
         self.examples, self.most, self.cost, self.crowd = examples, max(sizes), PASS_COST, SIZES[-1]
         self.enter: Callable[[Inputs], Inputs] = lambda x: x
-        self.draws, self.least = False, 0
+        self.draws = False
         self.padding = take(examples, [0])
         self._sizes = sizes
         self._whole: dict[Hashable, list[int]] = {}

@@ -212,7 +212,7 @@ class VmapClippedSum:
     def evidence(self, params: Params, x: Inputs, y: Tensor, count: int) -> list[Tensor]:
         """Return what tells whether bits of a record's gradient differ, `[count]` each, for one pass."""
         grads, norms = self._measured(params, params, x, y)
-        return [checksums(grads[:count]), norms[:count]]
+        return [norms[:count], checksums(grads[:count])]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> VmapClippedSum:
         return VmapClippedSum(sample_loss, self.size, self.padding)

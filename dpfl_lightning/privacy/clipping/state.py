@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -120,6 +122,8 @@ def _content(value: Any, seen: dict[int, Any]) -> object:
         return value._version
     if isinstance(value, Tensor):
         return value.dtype, tuple(value.shape), _bytes_of(value)
+    if state := next((of for kind, of in _STATES.items() if isinstance(value, kind)), None):
+        return _content(state(value), seen)
     if isinstance(value, np.ndarray) and value.dtype != object:
         return value.dtype, value.shape, hash(value.tobytes())
     if value is None or isinstance(value, str | bytes | bytearray | int | float | complex | type | ModuleType):
@@ -138,6 +142,15 @@ def _content(value: Any, seen: dict[int, Any]) -> object:
     return type(value), tuple(parts.items()), _content(_of_class(type(value), seen), seen)
 
 
+#: generators, which hold their state elsewhere
+_STATES: dict[type, Callable[[Any], object]] = {
+    torch.Generator: torch.Generator.get_state,
+    np.random.Generator: lambda one: one.bit_generator.state,
+    np.random.BitGenerator: lambda one: one.state,
+    np.random.RandomState: lambda one: one.get_state(legacy=False),
+    random.Random: random.Random.getstate,
+    itertools.count: repr,
+}
 #: what holds the state of objects without a dictionary of attributes
 _HELD: dict[type, tuple[str, ...]] = {
     FunctionType: ("__closure__", "__defaults__", "__kwdefaults__", "__dict__"),
@@ -173,5 +186,5 @@ def _bytes_of(tensor: Tensor) -> object:
     try:
         flat = tensor.detach().to_dense().cpu().resolve_conj().reshape(-1).view(torch.uint8)
         return hash(flat.clone().numpy().tobytes())  # a copy: what numpy holds cannot be resized by the model
-    except (RuntimeError, TypeError, NotImplementedError):  # what is left of a transform, or has no plain memory
+    except (RuntimeError, TypeError, NotImplementedError):  # what a transform leaves behind, or has no plain memory
         return object()  # equals nothing

@@ -64,7 +64,7 @@ def multiple_of(compute: Callable[[int], object], largest: int) -> int | None:
     pass, each of which has last numbers, or refuses to be watched. Of small passes one is watched that is as large.
     """
     with suppress(Exception):  # it is raised below
-        compute(min(_FEW, largest))  # compiled loops are checked on first use, by operators that are none of a pass
+        compute(min(2, largest))  # compiled loops are checked on first use, by operators that are none of a pass
     if largest <= _FEW + 1:
         return _multiple(compute, largest - 1, largest)
     return _multiple(compute, _FEW, next(many for many in _MANY if many > largest))

@@ -18,7 +18,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning.config.reading import check_format
+from dpfl_lightning.config.reading import check_format, expecting
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, ADJACENCIES_OF_PERSONS
 from dpfl_lightning.privacy.accounting.events import Release
@@ -449,12 +449,10 @@ class PrivacyAccount:
             self._take(line)
         if accept or not self._seen.is_file():
             return
-        try:
+        advice = "Accept the account as it is: `dpfl account accept`."
+        with expecting(self._seen, "hold the last line of the account", advice):
             seen = json.loads(self._seen.read_bytes())
             lines, chain = int(seen["lines"]), str(seen["chain"])
-        except (ValueError, KeyError, TypeError):
-            must, advice = "hold the last line of the account", "Accept the account as it is: `dpfl account accept`."
-            raise UserError(f"`{self._seen}` must {must}, got others. {advice}") from None
         if lines and self._chains[lines - 1 : lines] != [chain]:
             must, got = f"hold the {lines} lines that were written to it", "an older copy, or another file"
             raise UserError(f"`{self.path}` must {must}, got {len(self._chains)}: {got}. {_WAY_OUT}")

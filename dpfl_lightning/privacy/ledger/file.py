@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.config.names import is_name
-from dpfl_lightning.config.reading import check_format
+from dpfl_lightning.config.reading import check_format, expecting, read_bytes
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import Release, event_of
@@ -25,7 +25,6 @@ from dpfl_lightning.runtime.strict_json import parsed
 
 VERSION = 2
 _DIGITS = re.compile("[0-9a-f]{32}")  # of a run's name, and of a chain
-_LARGEST = 1 << 30  # bytes of a file that is read as a whole
 _MOST_CLIENTS = 10_000_000
 NO_CHAIN = "0" * 32  # chain before the first line
 _TAIL = len(f', "chain": "{NO_CHAIN}"}}\n')
@@ -236,19 +235,11 @@ def read_head(path: Path) -> Head | None:
     if not file.exists():
         return None
     require(file.is_file(), str(file), "be a regular file", "another kind", "Name the folder that holds the run.")
-    size = file.stat().st_size
-    require(size <= _LARGEST, str(file), f"hold at most {_LARGEST} bytes", size, "Use an unchanged copy.")
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise UserError(f"`{file}` must be a file that can be read, got {error.strerror}. Check its rights.") from None
+    content = read_bytes(file, advice="Use an unchanged copy.")
     if not content.strip(b"\0"):
         return None
-    try:
+    with expecting(file, f"hold the run, lines and chain of `{path.name}`", CHANGED):
         return Head(**parsed(content))
-    except (ValueError, TypeError):
-        must = f"must hold the run, lines and chain of `{path.name}`"
-        raise UserError(f"`{file}` {must}, got {content[:80]!r}. {CHANGED}") from None
 
 
 def read_header(path: Path) -> Header | None:

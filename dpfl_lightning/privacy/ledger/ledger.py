@@ -10,7 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.errors import UserError, require, shortened
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES
 from dpfl_lightning.privacy.ledger import file as ledger_file
@@ -164,8 +164,9 @@ def check_same(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -
     if (difference := first_difference(begun, now)) is not None:
         key, before, after = difference
         raise UserError(
-            f"`{key}` must stay {_short(before)}, with which the run in {folder} began, got {_short(after)}. Only "
-            "fewer `rounds` are possible, to stop earlier; start a new run for anything else."
+            f"`{key}` must stay {shortened(repr(before), 80)}, with which the run in {folder} began, got "
+            f"{shortened(repr(after), 80)}. Only fewer `rounds` are possible, to stop earlier; start a new run for "
+            "anything else."
         )
 
 
@@ -189,8 +190,3 @@ def _compared(header: Header) -> dict[str, Any]:
     caveats = [caveat for caveat in header.caveats if caveat != EXACT_TIMES]
     changed = {"evaluation.exact_times": EXACT_TIMES in header.caveats, "caveats": caveats}
     return {**header.identity, **vars(header), **changed, "run": None, "identity": None}
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

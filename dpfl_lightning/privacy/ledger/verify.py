@@ -37,13 +37,12 @@ class Account:
 
 @dataclasses.dataclass(frozen=True)
 class VerifiedLedger:
-    """A verified ledger with the events and the releases by purpose of each client, and `Header.planned`."""
+    """A verified ledger with the events and the releases by purpose of each client."""
 
     path: Path
     verified: Verified
     events: tuple[tuple[Release, ...], ...]
     releases: tuple[Counter[str], ...]
-    planned: tuple[tuple[Release, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +169,7 @@ def _verified(path: Path) -> VerifiedLedger:
     verified = verify(path, take)
     clients = range(len(verified.header.delta))
     paid, counts = tuple(tuple(events[one]) for one in clients), tuple(releases[one] for one in clients)
-    return VerifiedLedger(path, verified, paid, counts, verified.header.planned)
+    return VerifiedLedger(path, verified, paid, counts)
 
 
 def _rows(ledgers: Sequence[VerifiedLedger], one_population: bool, most: int) -> tuple[str, list[_Row]]:
@@ -191,7 +190,7 @@ def _rows(ledgers: Sequence[VerifiedLedger], one_population: bool, most: int) ->
 
 def _rows_of(ledger: VerifiedLedger) -> list[_Row]:
     header = ledger.verified.header
-    columns = (ledger.events, ledger.planned or ledger.events, ledger.releases, header.delta, header.epsilon)
+    columns = (ledger.events, header.planned or ledger.events, ledger.releases, header.delta, header.epsilon)
     return [_Row(header.name_of(client), *values) for client, values in enumerate(zip(*columns, strict=True))]
 
 

@@ -1,4 +1,4 @@
-"""Trained nets as MLflow models, which can be loaded, used for prediction and served."""
+"""Trained models as MLflow models, which can be loaded, used for prediction and served."""
 
 import copy
 import logging
@@ -35,9 +35,9 @@ for chatter in ("mlflow.pytorch", "mlflow.models.model", "mlflow.types.utils", "
 def save_models(view: View, folder: Path) -> None:
     """Write each final model to `folder` as an MLflow model, for `send_models`; a failure is a warning.
 
-    Loading needs the class of the net: dpfl_lightning, or the user's module, must be installed. MLflow's `pyfunc`
-    predicts from one tensor, or from a table whose columns are named by `Facts.features`, to one tensor; other nets
-    are written without a signature, for `mlflow.pytorch.load_model`. A net with large frozen parameters is not written.
+    Loading needs the class of the model: dpfl_lightning, or the user's module, must be installed. MLflow's `pyfunc`
+    predicts from one tensor, or from a table whose columns are named by `Facts.features`, to one tensor; other models
+    are written without a signature, for `mlflow.pytorch.load_model`. One with large frozen parameters is not written.
     """
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
     frozen = sum(one.nbytes for one in view.module.net.parameters() if not one.requires_grad)
@@ -50,7 +50,7 @@ def save_models(view: View, folder: Path) -> None:
             net = copy.deepcopy(view.module.net).cpu()
             load_trained(net, torch.load(file, map_location="cpu", weights_only=True))
             _save(net, view.facts, folder / FOLDER / file.stem)
-    except Exception as error:  # a net may not be picklable
+    except Exception as error:  # a model may not be picklable
         warn_user(f"MLflow did not get the model ({in_one_line(error)}); its parameters are in {folder}")
 
 
@@ -76,7 +76,7 @@ def _save(net: nn.Module, facts: Facts, path: Path) -> None:
         mlflow_model=ModelFile(utc_time_created=hour),
         **usage,
         pip_requirements=[f"{library}=={version(library)}" for library in _LIBRARIES],
-        serialization_format="pickle",  # load_model then returns the net itself, for any size of a batch
+        serialization_format="pickle",  # load_model then returns the model itself, for any size of a batch
     )
 
 

@@ -61,7 +61,7 @@ def cost_of(terms: Terms, client: int) -> ClientPlan:
     """
     schedule, settings = terms.plan.schedule.clients[client], terms.plan.settings[client]
     for line in schedule.planned:
-        require(line.event.private or line.count <= 0, "PLAN", "plan noised releases only", line.event)
+        require(line.event.private or line.count <= 0, "PLAN", "plan noisy releases only", line.event)
         require(line.count >= 0 and line.event.total >= 1, "PLAN", "plan releases of at least one step", line)
     privacy = PrivacyOptions(**_privacy(terms))
     accountant = get_accountant(terms.plan.accountant, privacy.relation)
@@ -69,9 +69,7 @@ def cost_of(terms: Terms, client: int) -> ClientPlan:
     caveats, most = several_records(terms.sites[client]), privacy.rows_per_person
     (planned,) = client_plans([schedule], accountant, size, words, caveats, most_records=most)
     epsilon, budget = planned.guarantee.epsilon, min(schedule.target_epsilon, settings.epsilon)
-    require(
-        math.isfinite(epsilon), "PLAN", "be a finite cost of noised releases", epsilon, "Some release has no noise."
-    )
+    require(math.isfinite(epsilon), "PLAN", "be a finite cost of noisy releases", epsilon, "Some release has no noise.")
     within = epsilon <= budget * (1 + 1e-6) + 2e-6 and schedule.delta <= settings.delta
     must = f"cost at most the budget that it states, ({at_most(budget)}, {at_most(settings.delta)})"
     require(within, "PLAN", must, (epsilon, schedule.delta))

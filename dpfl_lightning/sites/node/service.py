@@ -33,7 +33,7 @@ OpenStudy = Callable[[StateFolder, str], Study]
 class Node:
     """Answers requests of a server by the plans that the operator of a site has accepted.
 
-    **Privacy** A reply is a planned, charged and noised release, an account of charges, or a code of
+    **Privacy** A reply is a planned, charged and noisy release, an account of charges, or a code of
     `exchange.REFUSALS`. The text of an error stays in `error.log` of the plan's folder, and the plan is then halted.
     """
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dpfl_lightning.config.reading import check_format, read_bytes
+from dpfl_lightning.config.reading import check_format, expecting, read_bytes, read_key
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import exact_sum
 from dpfl_lightning.privacy.ledger.file import is_begun
@@ -98,12 +98,8 @@ class StateFolder:
     def key(self) -> bytes:
         """Return the private key with which the node signs, 32 bytes. Raises UserError if it is gone or damaged."""
         file = self.path / "node.key"
-        try:
-            key = bytes.fromhex(file.read_text())
-        except (OSError, ValueError):
-            key = b""
         advice = "Restore it from a copy: plans that were accepted with its public key need it."
-        require(len(key) == 32, str(file), "hold 64 hexadecimal digits", "others, or no file", advice)
+        key = read_key(file, advice)
         require(public_key(key) == self.site().public_key, str(file), "belong to site.json", "another key", advice)
         return key
 
@@ -220,14 +216,10 @@ def _write(file: Path, content: Settings | Reservation) -> None:
 
 
 def _read(kind: type[T], file: Path, what: str) -> T:
-    try:
+    with expecting(file, f"hold {what}", "Restore it from a copy."):
         content = parsed(read_bytes(file))
         check_format(file, content.pop("format", None), _FORMAT)
         return kind(**content)
-    except UserError:
-        raise
-    except (ValueError, TypeError, AttributeError):
-        raise UserError(f"`{file}` must hold {what}, got others. Restore it from a copy.") from None
 
 
 def kept_releases(folder: Path) -> list[Path]:

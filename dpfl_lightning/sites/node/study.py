@@ -203,7 +203,7 @@ class Study:
         """Return a model, or several, in the one form of its meaning: no parameter is -0.
 
         A larger parameter than `LARGEST` is none of an honest server, which drops such a model, and its gradients are
-        hardly finite: the noised release would be worth nothing. This saves budget and protects nobody.
+        hardly finite: the noisy release would be worth nothing. This saves budget and protects nobody.
         """
         if value.shape != shape or value.dtype != self.clients.module.flat.dtype:
             raise UnfitModel("shape")

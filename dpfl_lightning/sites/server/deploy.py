@@ -48,7 +48,7 @@ class AbsentRecords(Population):
 def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
     """Return the clients of a run, whose records are at the sites, with the test set that `data.*` names.
 
-    Raises UserError if the records of the sites or the test set are not alike, two sites have one key, or the run
+    Raises UserError if the records of the sites or the test set differ in form, two sites have one key, or the run
     protects another unit than the sites.
     """
     first, owners = sites[0], dict[str, str]()
@@ -183,4 +183,4 @@ def check_deployable(loop: FederatedLoop) -> None:
         plain = [line for line in schedule.planned if not line.event.private and line.count]
         if plain:
             advice = "Choose its form with noise, or another strategy."
-            require(False, "strategies", "plan noised releases only", leaks_of([plain[0].event])[0], advice)
+            require(False, "strategies", "plan noisy releases only", leaks_of([plain[0].event])[0], advice)

@@ -1,8 +1,9 @@
 """Base of strategies that learn from products of updates how much clients differ, and say so at the end of a run."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dpfl_lightning.algorithms.mixed_effects import RandomEffects, RoundProducts, layers_of
 from dpfl_lightning.federated.server.results import ClientEmbedding
@@ -10,8 +11,16 @@ from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.runtime.text import counted
 
-_MOSTLY = 0.5  # weight of its own update in the prediction of a client that mostly differs from the others
+_LEAST_OWN = 0.5  # mean weight of a client's own updates from which on clients differ, each from all others
 _MOST_NAMES = 6  # of a group in a sentence
+
+
+class FoundGroups(NamedTuple):
+    """Points `[n, k]` of these clients `[n]` along the directions in which they differ, and the groups they form."""
+
+    clients: NDArray[np.int64]
+    points: NDArray[np.float64]
+    groups: list[NDArray[np.int64]]
 
 
 class ClientDifferences(Strategy):
@@ -34,29 +43,37 @@ class ClientDifferences(Strategy):
         effects = self._products_of(view).effects()
         if len(effects.clients) < 2:
             return ()
-        groups, own = effects.groups(), effects.own_weight()
+        (_, points, groups), own = self._groups_of(effects), effects.own_weight()
         if len(groups) > 1:
             parts = [", ".join(_some([view.facts.name_of(int(one)) for one in group])) for group in groups]
             return (f"The updates show {len(groups)} groups of clients: {'; '.join(parts)}.{self._advice}",)
-        if not groups or own > _MOSTLY:
-            words = "mostly differ" if own > _MOSTLY else "differ"
-            return (f"The updates show that clients {words}, and no groups.{self._advice}",)
-        return ("The updates show no differences between clients beyond their noise.",)
+        if not points.shape[1] and not effects.covariance.any():
+            return ("The updates show no differences between clients beyond their noise.",)
+        weight = f"a client's own updates have {own:.0%} of the weight in the best prediction of its gradient"
+        if len(groups) == 1 and own <= _LEAST_OWN:
+            return (f"The updates show few differences between clients: {weight}.",)
+        if self._may_be_random(view):
+            return ("The updates show that clients differ no more than random samples of so few records may.",)
+        return (f"The updates show that clients differ, and no groups: {weight}.{self._advice}",)
+
+    def _groups_of(self, effects: RandomEffects) -> FoundGroups:
+        return FoundGroups(effects.clients, effects.points(), effects.groups())
+
+    def _may_be_random(self, view: View) -> bool:
+        """Whether random samples of one distribution, as large as the clients' data, may differ as much."""
+        return False  # unknown: what clients with models of their own still differ in says nothing of their data
 
     def client_embedding(self, view: View) -> ClientEmbedding | None:
-        effects = self._products_of(view).effects()
-        groups = effects.groups()
-        if not effects.positions.shape[1]:
+        clients, points, groups = self._groups_of(self._products_of(view).effects())
+        if not points.shape[1] or (not groups and self._may_be_random(view)):
             return None
-        strongest = (effects.positions * effects.scale[:, None])[:, ::-1]
-        points = np.pad(strongest, ((0, 0), (0, 1)))[:, :2]
-        cluster = _labels(effects, groups)
+        group_of = {int(client): number for number, group in enumerate(groups) for client in group}
         return ClientEmbedding(
             title="Mean gradients along the two directions in which clients differ most",
-            clients=tuple(effects.clients.tolist()),
-            points=tuple((x, y) for x, y in points.tolist()),
-            cluster=tuple(cluster),
-            membership=(1.0,) * len(cluster),
+            clients=tuple(clients.tolist()),
+            points=tuple((x, y) for x, y in np.pad(points[:, ::-1], ((0, 0), (0, 1)))[:, :2].tolist()),
+            cluster=tuple(group_of.get(int(client), 0) for client in clients),
+            membership=(1.0,) * len(clients),
             num_clusters=max(len(groups), 1),
             separation=None,
             confident=len(groups) > 1,
@@ -67,12 +84,6 @@ class ClientDifferences(Strategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._products, self._saved = None, state["products"]
-
-
-def _labels(effects: RandomEffects, groups: list[Any]) -> list[int]:
-    """Return the number of each client's group; 0 without groups."""
-    label = {int(client): number for number, group in enumerate(groups) for client in group}
-    return [label.get(int(client), 0) for client in effects.clients]
 
 
 def _some(names: list[str]) -> list[str]:

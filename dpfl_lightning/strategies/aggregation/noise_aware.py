@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -10,8 +11,8 @@ from annotated_types import Interval
 from torch import Tensor
 
 from dpfl_lightning.algorithms.random_effects import (
-    LEAST,
     alignments,
+    at_least,
     excess,
     lengths_of_signals,
     opposed,
@@ -30,19 +31,20 @@ _KEPT = 1 << 22  # numbers of the clients' sums of updates that are kept, of all
 
 @dataclass
 class NoiseAware(ClientDifferences):
-    """Weights that balance noise against bias: client i has the share `~ 1 / (v_i + T g^2)` of the mean gradient.
+    """Weights that balance noise against bias: with equal data, client i has a share `~ 1 / (v_i + T g^2)` of the mean.
 
     v_i is the noise variance of its update per step, g^2 the variance between the clients' mean gradients, estimated
     from products of updates of different rounds, and T the number of rounds in which a client trains on average: noise
     averages out over rounds, differences of data do not. Shares without noise are those of `size_weighted`. An update
-    is divided by its steps times its rate; the mean is then scaled back, so that weights do not change its length.
+    is divided by its steps times its rate, and their mean by these shares multiplied by the mean of steps times rate by
+    the same shares: the model moves no further than the clients that count (FedNova, Wang et al., 2020).
 
     An update that is longer than noise and three times the median signal explain counts as noisier. Up to a third of
     the clients, whose updates clearly point away from most others, have no weight: attackers, or other data.
 
     Args:
         noise: `planned` takes v_i, steps and data sizes from the plan, which nodes enforce. `estimated` reads nothing
-            that a client says: v_i is what is left of an update's length beside its signal, whose length products with
+            that a client says: v_i is an update's squared length without its signal, whose length products with
             other updates show. Signals that noise hides count as equally long, and data sizes as equal.
         max_influence: bound on the share of one client, at least 1 / clients. null is 0.25, or 2 / clients where that
             is more, but at most 2 / 3; or the client's share of the records where that is more.
@@ -67,8 +69,8 @@ class NoiseAware(ClientDifferences):
         self._aligned: Tensor | None = None  # sums over rounds of `alignments`, and rounds: [3, N]
         self._sums: Tensor | None = None  # of each client's updates per step so far, folded: [N, w]
         self._rounds: Tensor | None = None  # how many these are: [N]
-        # what is of one round only: for `scale`, shares without noise and lengths of signals, `[C]`; who is left out
-        self._target, self._length = torch.ones(2, 0, dtype=torch.float64)
+        # what is of one round only: for `scale`, lengths of signals `[C]`; who is left out
+        self._length = torch.ones(0, dtype=torch.float64)
         self._left_out: set[int] = set()
         self._warned: set[int] = set()
 
@@ -103,8 +105,7 @@ class NoiseAware(ClientDifferences):
             self._learn(signals[counted], noise[counted], clients[rows][counted], view)
             if len(rows) == count and noise.any():  # differences to report are those of one model
                 gradients = updates.released.flatten(1) / torch.from_numpy(unit).to(updates.released)[:, None]
-                least = LEAST * noise.mean()
-                self._products_of(view).add(gradients, np.maximum(noise, least) / max(num_params, 1), clients)
+                self._products_of(view).add(gradients, at_least(noise) / max(num_params, 1), clients)
             if counted.any():
                 bias = rounds * self._variance_between()
                 # a short signal is one that the others do not share, not one with less of its own
@@ -112,7 +113,7 @@ class NoiseAware(ClientDifferences):
                 without_noise = target[rows] * counted
                 share = shares(error, bias, without_noise / without_noise.sum(), self.max_influence)
                 weight[rows], lengths[rows] = share / (length * unit[rows]), length * unit[rows]
-        self._target, self._length = torch.from_numpy(target), torch.from_numpy(lengths)
+        self._length = torch.from_numpy(lengths)
         self._left_out = set(clients[left_out].tolist())
         self._warn(view)
         return torch.from_numpy(weight)
@@ -133,17 +134,22 @@ class NoiseAware(ClientDifferences):
         if new := sorted(self._left_out - self._warned):
             warn_user(
                 f"round {view.round}: noise_aware gives no weight to {', '.join(map(view.facts.name_of, new))}, whose "
-                "updates point away from most others. They are false, or from records that are unlike those of most "
+                "updates point away from most others. They are false, or from records that differ from those of most "
                 "clients; size_weighted counts them."
             )
         self._warned |= self._left_out
 
     def scale(self, combined: Tensor, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
-        weights = weights.cpu()
-        counted = (weights > 0).double() * self._target
-        mean = counted @ self._length / counted.sum(dim=1).clamp_min(1)
-        factor = mean / (weights @ self._length).clamp_min(torch.finfo(torch.float64).tiny)
+        of_means = weights.cpu() @ torch.stack([self._length, self._length**2], dim=1)
+        factor = of_means[:, 1] / of_means[:, 0].square().clamp_min(torch.finfo(torch.float64).tiny)
         return combined * factor.to(combined).view(-1, *[1] * (combined.ndim - 1))
+
+    def _may_be_random(self, view: View) -> bool:
+        if self.noise == "estimated":  # steps and rates are unknown
+            return False
+        spread, error = self._products_of(view).spread()
+        clips = zip(view.clip_norm, view.facts.num_records, strict=True)
+        return spread <= fmean(clip**2 / count for clip, count in clips) + 2 * error  # gradients are clipped
 
     def _estimated(
         self, gram: np.ndarray, num_params: int, clients: np.ndarray, counted: np.ndarray, view: View

@@ -61,11 +61,6 @@ class ModelSelection:
         self._last: dict[int, int] = {}  # client -> its last answer
 
     @property
-    def done(self) -> bool:
-        """Whether no client has a selection left."""
-        return not any(self._left)
-
-    @property
     def answered(self) -> set[int]:
         """The clients that have chosen at least once."""
         return set(self._last)

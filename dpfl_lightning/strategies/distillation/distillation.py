@@ -74,7 +74,7 @@ _Rate = Annotated[float, Interval(gt=0, lt=math.inf)]
 class Distillation(SetStrategy):
     """DistDD: learns synthetic images whose gradients match those of the clients' records, class by class.
 
-    In every round clients send one noised sum of clipped gradients for each class, computed on the server's model. The
+    In every round clients send one noisy sum of clipped gradients for each class, computed on the server's model. The
     server moves its images until the model's gradient on them is similar to the released one, and then trains the model
     on the images. The results of a run are the set (`distilled.pt`) and a new model trained on it.
 
@@ -82,8 +82,8 @@ class Distillation(SetStrategy):
         matching: distance between two gradients: `layerwise_cosine`, or `mse` (the paper's eq. 27).
         image_steps: steps of the images for each release; more steps cost neither traffic nor privacy.
         image_learning_rate: learning rate of the images. It is multiplied by images_per_class / 10, and with
-            `layerwise_cosine` divided by the net's output nodes: one rate serves sets and nets of any size. The
-            condensation paper's 0.1 is 39.4 for its net and ten images a class.
+            `layerwise_cosine` divided by the model's output nodes: one rate serves sets and models of any size. The
+            condensation paper's 0.1 is 39.4 for its model and ten images a class.
         image_momentum: momentum of the images.
         row_weights: `noise_aware` gives rows of the target less weight the more noise they contain; `equal` does not.
         augmentation: `dsa`, `dsa_without_flip` (for digits) or `none`. One operation is drawn for each class and round,
@@ -139,7 +139,7 @@ class Distillation(SetStrategy):
         self._private = True
         self._matching: Matching | None = None
         self._set: SyntheticSet | None = None
-        self._age = 0  # rounds since the net was initialised
+        self._age = 0  # rounds since the model was initialised
         self._taken: list[int] = []  # number of rounds in which each client has taken part
         self._target_noise_std = self._records_of_sum = 0.0  # of the round
         self._metrics: dict[str, float] = {}
@@ -162,7 +162,7 @@ class Distillation(SetStrategy):
         if 1 < schedule.rounds <= self._reinit_every:
             warn_user(
                 f"strategy distillation: {self._key('reinit_every')} is {self._reinit_every}, not below the "
-                f"{schedule.rounds} rounds, so the set is made with one net alone. Set a smaller number."
+                f"{schedule.rounds} rounds, so the set is made with one model alone. Set a smaller number."
             )
         self._taken = [0] * view.facts.num_clients
         rounds_of = Counter(client for round in range(1, schedule.rounds + 1) for client in self._cohort(view, round))
@@ -363,7 +363,7 @@ class Distillation(SetStrategy):
         image, advice = len(facts.input_shape) == 3, f"Records of shape {facts.input_shape} are not images."
         must = "be none for these data"
         require(image or self.augmentation == "none", self._key("augmentation"), must, self.augmentation, advice)
-        must = "be mse for a net without trainable parameters of two or more dimensions"
+        must = "be mse for a model without trainable parameters of two or more dimensions"
         require(bool(self._names(view)), self._key("matching"), must, self.matching)
         size = participants(facts.num_clients, self.participation_fraction)
         must = f"be at most the {size} clients of a round"

@@ -35,13 +35,13 @@ _LARGEST = 1e6  # value of an image that has not diverged
 class FeatureMeans(SetStrategy):
     """One-shot sets: clients release sums of random features once, and the server makes images with the same means.
 
-    The only round asks each client for one noised vector: for each class the sum, over its records, of a constant, of
-    the record itself, and of what `nets` nets with random parameters make of it. Its norm is at most 1 for each record.
+    The only round asks each client for one noisy vector: for each class the sum, over its records, of a constant, of
+    the record itself, and of the outputs of `nets` random models for it. Its norm is at most 1 for each record.
     The server moves images from the released mean images until their mean features are those of the records. The
     results of a run are the set (`distilled.pt`) and a new model trained on it, as with `distillation`.
 
     Args:
-        nets: number of random nets. More describe records better, and share the same norm.
+        nets: number of random models. More describe records better, and share the same norm.
         image_steps: steps of Adam on the images; they cost neither traffic nor privacy.
         image_learning_rate: of Adam; it falls linearly to 0. A step moves a value by about this much.
 
@@ -51,14 +51,14 @@ class FeatureMeans(SetStrategy):
     **Privacy** One Gaussian release of all records of each client, of sensitivity 1 whatever privacy.clip_norm is, and
     charged before it is computed. Without noise, sums over few records are close to these records, and the run warns.
 
-    Reference: own; mean embeddings as in Harder, Adamczewski and Park (2021), random nets as in Zhao and Bilen (2023).
+    Reference: own; mean embeddings as in Harder, Adamczewski and Park (2021), random models in Zhao and Bilen (2023).
     """
 
     nets: Count = 8
     image_steps: Count = 200
     image_learning_rate: Annotated[float, Interval(gt=0, le=10)] = 0.1
 
-    what = "synthetic images whose mean features in random nets match those of clients' records"
+    what = "synthetic images whose mean features in random models match those of clients' records"
     in_place_of_training = "each client releases sums of features once"
 
     def __post_init__(self) -> None:
@@ -119,7 +119,7 @@ class FeatureMeans(SetStrategy):
         return plan.only(lambda client: False)
 
     def _nets(self, view: View) -> Tensor:
-        """Return the parameters of the random nets, `[M, P]`."""
+        """Return the parameters of the random models, `[M, P]`."""
         seeds = (public_generator(view.seed, "features", number) for number in range(self.nets))
         return torch.stack([view.new_model(torch_seed(seed)) for seed in seeds])
 
@@ -193,7 +193,7 @@ class FeatureMeans(SetStrategy):
 def pooled(answers: Sequence[Tensor], mechanisms: Sequence[Mechanism]) -> tuple[Tensor, float]:
     """Return the sum over clients, weighted by the inverse variance of their noise, and its noise's deviation.
 
-    `answers` are noised sums `[G, k]`, divided by each mechanism's `expected_batch_size`. The largest weight is 1;
+    `answers` are noisy sums `[G, k]`, divided by each mechanism's `expected_batch_size`. The largest weight is 1;
     without any noise all are. Post-processing.
     """
     noise = [mechanism.noise_scale(answers[0].numel()) for mechanism in mechanisms]

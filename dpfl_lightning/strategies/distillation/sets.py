@@ -1,4 +1,4 @@
-"""What strategies that make a synthetic set share: which records they take, a net trained on the set, and its files."""
+"""What strategies that make a synthetic set share: which records they take, the training on the set, and its files."""
 
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
@@ -82,12 +82,12 @@ class SetStrategy(Strategy, Callback):
         one_class = task is None or task.one_class
         require(one_class, "task", "be multiclass or binary for distillation", task and task.name)
         require(_takes_images(view), key, "have records that are one floating tensor", view.facts.input_shape)
-        must = "be empty, because a net that the server trains has no personal parameters"
+        must = "be empty, because a model that the server trains has no personal parameters"
         require(not view.module.personal, "personal", must, view.module.personal)
 
 
 def _takes_images(view: View) -> bool:
-    """Return whether the net takes one floating tensor for each record, as synthetic records are."""
+    """Return whether the model takes one floating tensor for each record, as synthetic records are."""
     try:
         x = view.module.flat.new_zeros(1, *view.facts.input_shape)
         view.module.sample_loss(view.module.named_trainable, x, torch.zeros(1, dtype=torch.long, device=x.device))

@@ -29,7 +29,7 @@ _MOST_NAMES = 10  # of clients in a sentence
 
 @dataclass
 class ReleasedScores(Strategy):
-    """Asks every client for noised counts, from which its accuracy, AUROC and calibration error follow.
+    """Asks every client for noisy counts, from which its accuracy, AUROC and calibration error follow.
 
     Records are counted by label and by bin of predicted probability. Without this strategy no server learns a score of
     a site, which keeps its scores to itself (`dpfl node status`).

@@ -9,8 +9,8 @@ Comments name the lines of the paper's Algorithm 1 (server) and Algorithm 2 (cli
 | T_n               | quota of a client in the present stage            | `_quota`                                 |
 | C_n               | participations so far in the first, second stage  | `_taken`, `_first + _taken`              |
 | Lambda Phi_n, z   | noise of one participation; it grows with T_n^z   | `participation_noise`                    |
-| Gamma_n           | dissimilarity of a client, in units of the loss   | `_unlike`                                |
-| Omega_B / Omega_A | cost of bias over cost of noise in the problem P1 | `ratio`, `_cost_of_unlikeness`           |
+| Gamma_n           | dissimilarity of a client, in units of the loss   | `_gamma`                                 |
+| Omega_B / Omega_A | cost of bias over cost of noise in the problem P1 | `ratio`, `_cost_of_bias`                 |
 | Theta             | bound of a loss                                   | `_bound`, the option `loss_bound`        |
 """
 
@@ -60,12 +60,12 @@ class TwoStageSelection(QuotaSelection):
     """DPFL-BCS in two stages: clients report losses in the first rounds, from which the later quotas are computed.
 
     The first stage uses the quotas of least noise. The second one minimises `sum_n noise_n T_n^(z + 1) + ratio sum_n
-    unlikeness_n T_n` over the remaining rounds, with the remaining budgets. It has brought no gain over
+    Gamma_n T_n` over the remaining rounds, with the remaining budgets. It has brought no gain over
     `biased_selection`, even with true values: where noise is small it selects the few most similar clients.
 
     Args:
         warmup_rounds: number T_0 of rounds in which losses are reported; fewer than the rounds.
-        ratio: cost of one unit of unlikeness (loss) in one participation, divided by the geometric mean of the clients'
+        ratio: cost of one unit of Gamma_n (loss) in one participation, divided by the geometric mean of the clients'
             noise factors.
         loss_share: share of each participation's part of the budget that is spent on the loss.
         loss_bound: losses are clipped to [0, loss_bound]; null is log(classes).
@@ -90,7 +90,7 @@ class TwoStageSelection(QuotaSelection):
         super().__post_init__()
         self._reports: list[Report] = []
         self._first: Counts | None = None  # participations in the first stage; None until the second stage begins
-        self._unlike = np.zeros(0)  # [N], in the second stage
+        self._gamma = np.zeros(0)  # [N], in the second stage
         self._bound = 0.0  # of a loss
 
     # -- the first stage: Algorithm 1, lines 4 to 20. Line 6, the choice of K clients by p_n, is `QuotaSelection`, and
@@ -181,11 +181,11 @@ class TwoStageSelection(QuotaSelection):
         # line 22, Lambda and Phi_n by equation 7: from the budget that is left (Algorithm 2, line 5)
         factor = np.where(able, biased_selection.update_noise(once, LATER, view), np.inf)
         # line 23, Gamma_n: shrunken mean losses instead of equation 8
-        self._unlike, self._first = self._heterogeneity(planned, view), self._taken.copy()
+        self._gamma, self._first = self._heterogeneity(planned, view), self._taken.copy()
         rounds = view.run.rounds - self.warmup_rounds
         # lines 24 and 25, rho_min, gamma, L and mu: `ratio` instead of equation 9 and the fit P2, which is in
         # `experiments/papers/selection/two_stages.py`
-        cost = self._cost_of_unlikeness(factor[able], rounds) * self._unlike
+        cost = self._cost_of_bias(factor[able], rounds) * self._gamma
         if self.ratio != 0 and factor[able].any() and not np.ptp(cost):
             warn_user(
                 f"{self._name}: the {len(self._reports)} reports of losses show no difference between clients "
@@ -197,7 +197,7 @@ class TwoStageSelection(QuotaSelection):
         self._taken = np.zeros_like(self._quota)
 
     def _heterogeneity(self, schedule: RunSchedule, view: View) -> np.ndarray:
-        """Return each client's unlikeness Gamma_n, estimated from its reports, `[N]`."""
+        """Return each client's dissimilarity Gamma_n, estimated from its reports, `[N]`."""
         count = view.facts.num_clients
         clients, losses = [client for _, client, _ in self._reports], [loss for _, _, loss in self._reports]
         reports, sums = np.bincount(clients, minlength=count), np.bincount(clients, losses, minlength=count)
@@ -205,8 +205,8 @@ class TwoStageSelection(QuotaSelection):
         positive = np.where(np.array(std) > 0, std, 1e-12)  # without noise differences are not shrunk
         return shrunken_heterogeneity(sums / np.maximum(reports, 1), reports, positive, self._bound)[0]
 
-    def _cost_of_unlikeness(self, factor: np.ndarray, rounds: int) -> float:
-        """Return the cost of one unit of unlikeness in one participation, in the unit of the noise factors."""
+    def _cost_of_bias(self, factor: np.ndarray, rounds: int) -> float:
+        """Return the cost of one unit of dissimilarity in one participation, in the unit of the noise factors."""
         positive = factor[factor > 0]
         return self.ratio * float(np.exp(np.log(positive).mean())) if len(positive) else 0.0
 
@@ -218,7 +218,7 @@ class TwoStageSelection(QuotaSelection):
                 "quota": torch.from_numpy(self._first + self._quota).double(),
                 "participations": torch.from_numpy(whole).double(),
                 "participation_equality": jain_index(whole),
-                "unlikeness": torch.from_numpy(self._unlike).double(),
+                "unlikeness": torch.from_numpy(self._gamma).double(),
             }
         return metrics
 
@@ -233,16 +233,16 @@ class TwoStageSelection(QuotaSelection):
     def state_dict(self) -> dict[str, Any]:
         second = None
         if self._first is not None:
-            second = [one.tolist() for one in (self._first, self._quota, self._unlike)]
+            second = [one.tolist() for one in (self._first, self._quota, self._gamma)]
         return {**super().state_dict(), "reports": [list(one) for one in self._reports], "second": second}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._reports = [(int(round), int(client), float(loss)) for round, client, loss in state["reports"]]
         if state["second"] is not None:
-            first, quota, unlike = state["second"]
+            first, quota, gamma = state["second"]
             self._first, self._quota = np.array(first, dtype=np.int64), np.array(quota, dtype=np.int64)
-            self._unlike = np.array(unlike)
+            self._gamma = np.array(gamma)
 
 
 def _has_later(schedule: RunSchedule) -> bool:

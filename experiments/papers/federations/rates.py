@@ -1,11 +1,11 @@
-"""One learning rate of a rule for all columns, by public records, and each rule's largest deficit."""
+"""One learning rate of a rule for all columns, by public records, and how far each rule is below the best one."""
 
 import math
 from statistics import fmean, stdev
 
 from experiments.papers.experiment import Cells, Experiment
-from experiments.papers.leaderboard.tuning import accuracies, best_setting, candidates, settings_made
 from experiments.papers.registry import experiments
+from experiments.papers.tuning import accuracies, best_in_words, best_setting, candidates, settings_made
 
 
 def chosen(row: str, column: str, scale: str, table: str) -> float:
@@ -33,27 +33,38 @@ def choices(table: Experiment, made: Cells) -> str:
                 }
                 for rate, name in names.items()
             }
-            best = best_setting(scores)
-            end = " (an end of the range)" if best in (min(scores), max(scores)) else ""
-            words.append(f"{whole.rows[names[best]].title.rpartition(',')[0]}, {best}{end}")
+            words.append(best_in_words(whole, names, scores))
     return f"Chosen: {'; '.join(words)}." if words else ""
 
 
-def largest_deficits(table: Experiment, made: Cells) -> str:
-    """Each rule's largest paired difference to the best rule of a column, over the columns that all rules have."""
+def differences_to_best(table: Experiment, made: Cells) -> tuple[dict[str, str], dict[tuple[str, str], list[float]]]:
+    """Column -> its best rule, and (rule, column) -> paired differences to that rule, in the order of the seeds.
+
+    These are the columns that all rules have, and the seeds that all rules have in all these columns.
+    """
     columns = [column for column in table.columns if all((row, column) in made for row in table.rows)]
-    if not columns:
-        return ""
     scores = {(row, column): accuracies(table, row, made[row, column]) for row in table.rows for column in columns}
+    seeds = sorted(set.intersection(*map(set, scores.values())), key=str) if scores else []
+    if not seeds:
+        return {}, {}
+    sums = {place: math.fsum(of_seed[seed] for seed in seeds) for place, of_seed in scores.items()}
+    best = {column: max(table.rows, key=lambda row: sums[row, column]) for column in columns}
+    return best, {
+        (row, column): [scores[row, column][seed] - scores[best[column], column][seed] for seed in seeds]
+        for row, column in scores
+    }
+
+
+def largest_deficits(table: Experiment, made: Cells) -> str:
+    """Each rule's largest paired difference to the best rule of a column."""
+    best, differences = differences_to_best(table, made)
+    if not best:
+        return ""
     lines = []
     for row, shown in table.rows.items():
-        worst = (math.inf, "", "", 0.0, 0)
-        for column in columns:
-            best = max(table.rows, key=lambda one: fmean(scores[one, column].values()))
-            seeds = scores[row, column].keys() & scores[best, column].keys()
-            differences = [scores[row, column][seed] - scores[best, column][seed] for seed in seeds]
-            error = stdev(differences) / math.sqrt(len(seeds)) if len(seeds) > 1 else math.nan
-            worst = min(worst, (fmean(differences), table.columns[column].title, best, error, len(seeds)))
-        mean, title, best, error, count = worst
-        lines.append(f"{shown.title}, {mean:+.2f} ± {error:.2f} ({count}) in {title}, beside {table.rows[best].title}")
-    return f"Largest deficit to the best rule of a column, over {len(columns)} columns: {'; '.join(lines)}."
+        column = min(best, key=lambda one: fmean(differences[row, one]))
+        of_seed = differences[row, column]
+        error = f" ± {stdev(of_seed) / math.sqrt(len(of_seed)):.2f}" if len(of_seed) > 1 else ""
+        words = f"{fmean(of_seed):+.2f}{error} ({len(of_seed)}) in {table.columns[column].title}"
+        lines.append(f"{shown.title}, {words}, beside {table.rows[best[column]].title}")
+    return f"Largest deficit to the best rule of a column, over {len(best)} columns: {'; '.join(lines)}."

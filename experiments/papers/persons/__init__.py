@@ -1,4 +1,4 @@
-"""Hospitals whose patients have up to four admissions each, with made-up numbers."""
+"""Hospitals whose patients have up to four admissions each, with synthetic numbers."""
 
 import numpy as np
 import pandas

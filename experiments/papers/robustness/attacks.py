@@ -3,6 +3,7 @@
 import dataclasses
 import tempfile
 from collections.abc import Callable, Mapping
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -73,14 +74,15 @@ class HostileClients:
 def attacked(context: CellContext) -> dict[str, Any]:
     """Accuracy on the test set beside the attack that the column names, `<attack>_<per cent of the clients>`.
 
-    `labels` are honest updates from data whose labels are all wrong (`data.label_noise`); `none` is no attack.
+    `labels` are honest updates from data whose labels are all wrong (`data.label_noise`); other names are no attack.
+    Where clients have test sets of their own it is the mean of those that do not attack.
     """
     attack, _, percent = context.cell.column.partition("_")
     options, share = context.options, int(percent or 0) / 100
     if attack == "labels":
         wrong = dataclasses.replace(options.data, label_noise={"name": "clients", "share": share})
         options = dataclasses.replace(options, data=wrong)
-    recorder = Recorder()
+    recorder, attackers = Recorder(), frozenset[int]()
     with tempfile.TemporaryDirectory() as folder:
         loop = build_loop(dataclasses.replace(options, output_dir=f"{folder}/run"), [recorder])
         if attack in ATTACKS:
@@ -90,7 +92,11 @@ def attacked(context: CellContext) -> dict[str, Any]:
             loop.clients = HostileClients(loop.clients, ATTACKS[attack], attackers, options.seed)  # type: ignore[assignment]
         result = loop.run()
     values = recorder.record["values"]
-    return {"values": {**values, "accuracy": values["test_accuracy"]}, **guarantee_of(result)}
+    accuracy = values["test_accuracy"]
+    if options.data.test_per_client is not None:
+        of_clients = recorder.record["clients"]["accuracy"]
+        accuracy = 100 * fmean(value for client, value in enumerate(of_clients) if client not in attackers)
+    return {"values": {**values, "accuracy": accuracy}, **guarantee_of(result)}
 
 
 class FalseAlarms(Recorder):

@@ -39,7 +39,7 @@ def least_differences(reports: Sequence[tuple[int, float, float]], num_clients: 
 def estimated_skew(counts: ArrayLike, last_losses: dict[int, float], max_loss: float) -> float:
     """Return rho_min of equation 9, with F_n* = 0; it may exceed 1, which the true value cannot.
 
-    `counts` `[N]` are participations before the last round of the first stage, `last_losses` the noised losses of that
+    `counts` `[N]` are participations before the last round of the first stage, `last_losses` the noisy losses of that
     round's clients at the server's model, clipped to [0, max_loss] here.
     """
     counts = np.asarray(counts, dtype=float)
@@ -70,7 +70,7 @@ class FirstStage:
         counts: participations, `[N]`.
         heterogeneity: estimated Gamma_n, `[N]`.
         least_skew: estimated rho_min.
-        loss: mean noised loss of the last round's clients at the server's model.
+        loss: mean noisy loss of the last round's clients at the server's model.
     """
 
     rounds: int

@@ -58,7 +58,7 @@ class PaperTwoStages(TwoStageSelection):
         ]
         return least_differences(pairs, view.facts.num_clients)
 
-    def _cost_of_unlikeness(self, factor: np.ndarray, rounds: int) -> float:
+    def _cost_of_bias(self, factor: np.ndarray, rounds: int) -> float:
         """Lines 24 and 25, rho_min by equation 9, and gamma, L and mu by equation 10 and the problem P2."""
         last = {client: loss for round, client, loss in self._reports if round == self.warmup_rounds}
         earlier = [client for round, client, _ in self._reports if round < self.warmup_rounds]
@@ -67,7 +67,7 @@ class PaperTwoStages(TwoStageSelection):
         counts = np.bincount(earlier, minlength=len(self._quota)).astype(float)
         noise = NoiseModel(1.0, float(self._noise.exponent[0]), self._noise.factor)
         skew, loss = estimated_skew(counts, last, self._bound), float(np.mean(list(last.values())))
-        stage = FirstStage(self.warmup_rounds - 1, self._cohort_size, counts, self._unlike, skew, noise, loss)
+        stage = FirstStage(self.warmup_rounds - 1, self._cohort_size, counts, self._gamma, skew, noise, loss)
         constants, _ = fit_constants(stage)
         self._constants = {"fitted_least_skew": skew, "fitted_lr_offset": constants.lr_offset}
         self._constants |= {"fitted_smoothness": constants.smoothness, "fitted_convexity": constants.strong_convexity}

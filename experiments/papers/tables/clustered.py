@@ -48,7 +48,7 @@ def _learning_rate(row: str, column: str, scale: str) -> float:
     """
     steps = {"small": 60 * math.ceil(2285 / 32), "paper": 200 * math.ceil(8000 / 32)}
     method = row.removesuffix("_argmin")
-    chosen = lazy("leaderboard.tuning:chosen", table="clustered.tuning")
+    chosen = lazy("tuning:chosen", table="clustered.tuning")
     rate = chosen(method, "eps5", "small") if method in _METHODS else 0.1
     return float(f"{rate * steps['small'] / steps[scale]:.4g}")
 
@@ -186,7 +186,7 @@ TABLES = [
                     f"{title}, beyond the end",
                     {
                         "strategies": strategies,
-                        "clients.learning_rate": lazy("leaderboard.tuning:beyond", table="clustered.tuning"),
+                        "clients.learning_rate": lazy("tuning:beyond", table="clustered.tuning"),
                     },
                 )
                 for name, (title, strategies) in _METHODS.items()
@@ -203,7 +203,7 @@ TABLES = [
         recorder="clustered.recorder:GroupRecorder",
         scales={"small": "10 rounds, with the noise of 60"},
         minutes={"small": 1.5},
-        summary="leaderboard.tuning:choices",
+        summary="tuning:choices",
         notes=["No private record takes part. All budgets have these rates."],
     ),
     table(

@@ -35,7 +35,7 @@ def _best(option: str):
     """What distillation.tuning chooses."""
     path = f"strategies.distillation.{option}"
     columns = {"": "public"}
-    return lazy("leaderboard.tuning:option_of_best", table="distillation.tuning", columns=columns, option=path)
+    return lazy("tuning:option_of_best", table="distillation.tuning", columns=columns, option=path)
 
 
 _STEPS = _set(image_steps=_best("image_steps"), image_learning_rate=_best("image_learning_rate"))
@@ -53,7 +53,7 @@ _DP_FEDAVG = {**_MODEL, "clients.batch_size": 64, "strategies": {"size_weighted"
 
 def _best_private(rows: str, option: str):
     return lazy(
-        "leaderboard.tuning:option_of_best",
+        "tuning:option_of_best",
         table="distillation.private_tuning",
         columns={"eps0.5": "eps1", "eps1": "eps1", "eps2": "eps1", "eps4": "eps8", "eps8": "eps8"},
         rows=rows,

@@ -14,6 +14,7 @@ _RULES: dict = {
     "mixed_effects": ("mixed_effects", {"mixed_effects": {}}),
 }
 _ROTATION = {"data.groups": {"name": "rotation", "sizes": [3, 5, 6, 6]}}
+_IID = {"clients.learning_rate": RATES[0], "model": {"name": "cnn_tiny"}, "data.records_per_client": 480}
 _RUN = {
     "config": "conf/fmnist.yaml",
     "rounds": 10,
@@ -85,7 +86,7 @@ TABLES = [
     ),
     table(
         "federations.found",
-        title="Groups found without a full batch, Fashion-MNIST, 21 clients in four groups of rotated images",
+        title="Rounds until groups are found, Fashion-MNIST, 21 clients in four groups of rotated images",
         shows="first round from which on every client is in the right group; 31: never",
         recorder="federations.recorder:GroupsFound",
         rows=[
@@ -119,15 +120,33 @@ TABLES = [
         recorder="federations.recorder:GroupsFound",
         rows=[entry("mixed_effects", "mixed_effects", {"strategies": {"mixed_effects": {}}}, value="false")],
         columns=[entry("iid", "IID", {"privacy.epsilon.name": "dist1"})],
-        options={
-            **_RUN,
-            "clients.learning_rate": RATES[0],
-            "model": {"name": "cnn_tiny"},
-            "data.records_per_client": 480,
-        },
+        options={**_RUN, **_IID},
         scales={"small": "10 rounds, with the noise of 30; 480 records and a small CNN"},
         seeds={"small": list(range(300, 400))},
         minutes={"small": 0.3},
         decimals=1,
+    ),
+    table(
+        "federations.faults",
+        title="Clients that lie or drop out, Fashion-MNIST, 20 clients with IID data, Dist1",
+        shows="mean over the honest clients of the accuracy of the client's model, %",
+        study="robustness.attacks:attacked",
+        rows=[
+            entry(name, _RULES[name][0], {"strategies": _RULES[name][1]})
+            for name in ("dpfedavg", "noise_aware", "mixed_effects", "clustered")
+        ],
+        columns=[
+            entry("none", "none"),
+            entry("flip_5", "one sends ten times the opposite"),
+            entry("collude_10", "two collude"),
+            entry("absent", "30 % drop out of each round", {"network.dropout": 0.3}),
+        ],
+        options={**_RUN, **_IID, "privacy.epsilon.name": "dist1", "data.test_per_client": 10000},
+        scales={"small": "10 rounds, with the noise of 30; 480 records and a small CNN"},
+        seeds={"small": [200, 201, 202]},
+        minutes={"small": 0.4},
+        ours="mixed_effects",
+        rivals=["dpfedavg", "noise_aware", "clustered"],
+        notes=["Two colluding clients send one vector, opposite to the mean of the others and as long as theirs."],
     ),
 ]

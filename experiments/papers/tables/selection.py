@@ -84,7 +84,7 @@ def _elsewhere(name: str, setting: str = "") -> dict:
 
 
 def _rows(*names: str, **fields) -> list[dict]:
-    tuned = {"clients.learning_rate": lazy("leaderboard.tuning:chosen", table="selection.tuning")}
+    tuned = {"clients.learning_rate": lazy("tuning:chosen", table="selection.tuning")}
     return [
         entry(name, title, {**tuned, **options}, value="test_accuracy", elsewhere=_elsewhere(name), **fields)
         for name, (title, options) in _METHODS.items()
@@ -126,7 +126,7 @@ TABLES = [
         seeds={"small": [0], "paper": [0, 1, 2]},
         scales={"small": "100 rounds", "paper": "200 rounds"},
         minutes={"small": 0.3, "paper": 20},
-        summary="leaderboard.tuning:choices",
+        summary="tuning:choices",
         notes=["No private record takes part."],
     ),
     table(

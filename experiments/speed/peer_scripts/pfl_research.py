@@ -25,7 +25,7 @@ FOLDER = Path(sys.argv[1]).parent
 
 
 class Net(torch.nn.Module):
-    """The net with the two methods that pfl asks for."""
+    """The model with the two methods that pfl asks for."""
 
     def __init__(self) -> None:
         super().__init__()

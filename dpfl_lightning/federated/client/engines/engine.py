@@ -49,16 +49,16 @@ class Engine(Protocol):
     def train(
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
     ) -> ClientUpdates:
-        """The noised releases of the plan's clients from `models` `[K, P]`, or their sum by `raw_weights` `[K, C]`.
+        """The noisy releases of the plan's clients from `models` `[K, P]`, or their sum by `raw_weights` `[K, C]`.
 
         `charge_numbers` `[C]` select the noise stream of each client.
         """
 
     def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
-        """The noised answers of the clients of the query."""
+        """The noisy answers of the clients of the query."""
 
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
-        """Outputs `[n, ...]` of the net with parameters `model` `[P]` for `rows` `[n]` of the population's records."""
+        """Outputs `[n, ...]` of the parameters `model` `[P]` for `rows` `[n]` of the population's records."""
 
     def personalised(self, model: Tensor, client: int) -> Tensor:
         """`model` `[P]` with the client's personal parameters."""

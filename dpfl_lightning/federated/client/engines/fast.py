@@ -43,7 +43,7 @@ _FASTER = {
 class FastEngine(SerialEngine):
     """Trains `workers` clients at the same time (None: one a core, one on a GPU), on one flat vector of parameters.
 
-    Layer rules are used if they reproduce the loop of autograd for this net on random data, else `vmap(grad)` or the
+    Layer rules are used if they reproduce the loop of autograd for this model on random data, else `vmap(grad)` or the
     loop; `description` says which. On a CPU the process keeps freed memory for the next step (at most 512 MiB).
 
     **Guarantees** The number of workers does not change a bit: a client's release depends on its random streams only,

@@ -28,12 +28,12 @@ def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
     neither on workers and memory nor on other groups.
     """
     most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * _rows_of_sums(plan))))
-    alike = defaultdict(list)
+    found = defaultdict(list)
     for row, client in enumerate(plan.clients):
         mechanism = plan.mechanism_of[row]
         block = client // most if may_share(plan, row, module) else -1 - client  # a negative number: a group of one
-        alike[block, plan.model_of[row], mechanism.clip_norm, mechanism.clip_order].append(row)
-    return list(alike.values())
+        found[block, plan.model_of[row], mechanism.clip_norm, mechanism.clip_order].append(row)
+    return list(found.values())
 
 
 def releases(
@@ -51,7 +51,7 @@ def releases(
         return _of_a_batch(engine, plan, rows, models, charge_numbers)
     except UserError:
         raise
-    except Exception:  # a user's net and records may raise anything
+    except Exception:  # a user's model and records may raise anything
         released = list(engine.one_by_one(plan, rows, models, charge_numbers))
         if all(release is not None for release in released):
             raise

@@ -88,7 +88,7 @@ class SerialEngine:
             return work(*args)
         except UserError:  # what the user has to correct, or what the privacy core refuses
             raise
-        except Exception as error:  # a user's net and records may raise anything
+        except Exception as error:  # a user's model and records may raise anything
             self.failed[client] = error
             return None
 

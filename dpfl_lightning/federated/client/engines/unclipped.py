@@ -82,7 +82,7 @@ class UnclippedSum:
 
 
 def quicker_without_clipping(clipped_sum: CheckedSum, module: ClientModule) -> ClippedSum:
-    """The same sum, as an `UnclippedSum` on a CPU, for a net whose records do not mix."""
+    """The same sum, as an `UnclippedSum` on a CPU, for a model that does not mix records."""
     if module.device.type != "cpu" or not clipped_sum.by_rules:
         return clipped_sum
     return UnclippedSum(clipped_sum, ThreadSafeLoss(module))

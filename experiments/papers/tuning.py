@@ -13,17 +13,17 @@ from experiments.papers.registry import experiments
 BEYOND = "beyond"  # ends the name of a row whose setting follows from the others'
 
 
-def chosen(row: str, column: str, scale: str, table: str, columns: Mapping[str, str] | None = None) -> float:
+def chosen(row: str, column: str, scale: str, table: str) -> float:
     """The setting of a row in a column of another table; NotYet, with a command, if one of its cells is missing.
 
-    Where the best is the smallest or largest one, and the table has a row `..._beyond`, that is a candidate, too.
-    `columns` is the beginning of a column's name -> the column of the tuning; None: the one whose name it begins with.
+    The column of the tuning is the one with whose name that of `column` begins. Where the best is the smallest or
+    largest one, and the table has a row `..._beyond`, that is a candidate, too.
     """
     tuning = experiments()[table]
     names = candidates(tuning, row)
     must = f"have rows of its settings in {table}, such as {row}_0.2, so that one can be chosen"
     require(bool(names), f"row {row}", must, None, "Or give it a number in place of the function that chooses.")
-    place, scale = _place(tuning, column, scale, columns)
+    place, scale = _place(tuning, column, scale)
     made = settings_made(tuning, names, row, place, scale)
     if (further := setting_beyond(made)) and f"{row}_{BEYOND}" in tuning.rows:
         made |= settings_made(tuning, {further: f"{row}_{BEYOND}"}, row, place, scale)
@@ -47,7 +47,10 @@ def beyond(row: str, column: str, scale: str, table: str) -> float:
 def option_of_best(
     row: str, column: str, scale: str, table: str, option: str, rows: str = "", columns: Mapping[str, str] | None = None
 ) -> Any:
-    """The value of an option in the best of another table's rows whose name begins with `rows`; else as `chosen`."""
+    """The value of an option in the best of another table's rows whose name begins with `rows`; else as `chosen`.
+
+    `columns` is the beginning of a column's name -> the column of the tuning.
+    """
     tuning = experiments()[table]
     place, scale = _place(tuning, column, scale, columns)
     names = {name: name for name in tuning.rows if name.startswith(rows)}
@@ -57,7 +60,7 @@ def option_of_best(
     return declared_keys(made_by, Cell(table, best, place, scale))[option]
 
 
-def _place(tuning: Experiment, column: str, scale: str, columns: Mapping[str, str] | None) -> tuple[str, str]:
+def _place(tuning: Experiment, column: str, scale: str, columns: Mapping[str, str] | None = None) -> tuple[str, str]:
     """Column and scale of the tuning."""
     places = columns or {name: name for name in tuning.columns}
     return next(to for name, to in places.items() if column.startswith(name)), tuning.scale(scale)
@@ -130,9 +133,14 @@ def choices(table: Experiment, made: Cells) -> str:
                 scores[further] = accuracies(whole, last, made[last, column])
             elif further and last in whole.rows:
                 continue  # nothing is chosen without it
-            best = best_setting(scores)
-            words = whole.rows[names[min(names)]].title.rpartition(str(min(names)))[0]
-            end = " (an end of the range)" if best in (min(scores), max(scores)) else ""
-            chosen_rows.append(f"{words}{best}{end}")
+            chosen_rows.append(best_in_words(whole, names, scores))
         paragraphs += [f"Chosen for {title.title}: {'; '.join(chosen_rows)}."] if chosen_rows else []
     return "\n\n".join(paragraphs)
+
+
+def best_in_words(table: Experiment, names: Mapping[float, str], scores: Mapping[float, Mapping[Any, float]]) -> str:
+    """The method and its best setting, which may be none of `names`, and whether that is an end of the range."""
+    best = best_setting(scores)
+    method = table.rows[names[min(names)]].title.rpartition(str(min(names)))[0]
+    end = " (an end of the range)" if best in (min(scores), max(scores)) else ""
+    return f"{method}{best}{end}"
