@@ -338,9 +338,8 @@ def _check_persons(privacy: PrivacyOptions, strategies: Sequence[Strategy]) -> N
     poisson, key = privacy.sampling == "poisson", "privacy.unit"
     require(poisson, key, "be record with privacy.sampling shuffle", "person", "Draw by poisson.")
     for strategy in strategies:
-        name = type(strategy).__name__
         advice = "It releases what counts records, or their classes."
-        require(strategy.counts_persons, key, f"be record with {name}", "person", advice)
+        require(strategy.counts_persons, key, f"be record with {strategy.config_name}", "person", advice)
 
 
 def _notice(module: ClientModule, clients: ClientOptions) -> None:
@@ -367,14 +366,14 @@ def _with_base(strategies: Sequence[Strategy]) -> Sequence[Strategy]:
     """Return the strategies, preceded by an aggregation rule if they contain none."""
     if any(strategy.role == "base" for strategy in strategies if isinstance(strategy, Strategy)):
         return strategies
-    kind = next((one.default_base for one in strategies if getattr(one, "default_base", None)), None) or SizeWeighted
+    base = (next((one.default_base for one in strategies if getattr(one, "default_base", None)), None) or SizeWeighted)()
     for one in strategies:
         kinds = [kind for kind in type(one).__mro__ if issubclass(kind, Strategy) and kind is not Strategy]
         said = any("role" in vars(kind) or kind.__module__.startswith("dpfl_lightning.") for kind in kinds)
         if isinstance(one, Strategy) and overrides(one, "weigh") and not said:
-            words = f"the weights of {type(one).__name__} multiply those of {kind.__name__}, because it has no role"
+            words = f"the weights of {one.config_name} multiply those of {base.config_name}, because it has no role"
             warn_user(f'{words}: write role = "base" to replace them, or role = "correction"')
-    return [kind(), *strategies]
+    return [base, *strategies]
 
 
 def build_loop(

@@ -104,7 +104,7 @@ class Meant(Halved):
 
 
 def test_weights_of_a_strategy_without_a_role_are_said_to_multiply(make_loop):
-    with pytest.warns(UserNotice, match='weights of Halved multiply those of SizeWeighted.*role = "base"'):
+    with pytest.warns(UserNotice, match='weights of [a-z_.]*Halved multiply those of size_weighted.*role = "base"'):
         make_loop(parts=[Halved()])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

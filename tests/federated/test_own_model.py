@@ -640,7 +640,7 @@ def test_clients_with_several_models_have_one_each_and_the_run_their_mean(make_l
 
 
 def test_strategies_that_need_the_noise_of_updates_refuse_adam(make_loop):
-    words = r"`clients\.optimizer` must be SGD with NoiseAware, got 'Adam'.* `noise: estimated`"
+    words = r"`clients\.optimizer` must be SGD with noise_aware, got 'Adam'.* `noise: estimated`"
     with pytest.raises(UserError, match=words):
         make_loop(parts=[NoiseAware()], clients=ADAM)
     make_loop(parts=[NoiseAware("estimated")], clients=ADAM)

@@ -210,7 +210,7 @@ def test_every_strategy_counts_persons_or_is_refused_by_name(make_loop, name):
     options = {"parts": [strategy], "new_net": lambda seed: module().net}
     options["clients"] = dataclasses.replace(CLIENTS, batch_size=None if in_stages else CLIENTS.batch_size)
     if not strategy.counts_persons:
-        with pytest.raises(UserError, match=f"`privacy.unit` must be record with {type(strategy).__name__}"):
+        with pytest.raises(UserError, match=f"`privacy.unit` must be record with {strategy.config_name}"):
             run_of(make_loop, **options)
         return
     loop = run_of(make_loop, **options)
@@ -223,8 +223,8 @@ def test_every_strategy_counts_persons_or_is_refused_by_name(make_loop, name):
     [
         ({"privacy": per_person(rows_per_person=None)}, "`privacy.rows_per_person` must be a number with unit person"),
         ({"privacy": per_person(sampling="shuffle")}, "`privacy.unit` must be record with privacy.sampling shuffle"),
-        ({"parts": [Distillation()]}, "`privacy.unit` must be record with Distillation"),
-        ({"parts": [FeatureMeans()]}, "`privacy.unit` must be record with FeatureMeans"),
+        ({"parts": [Distillation()]}, "`privacy.unit` must be record with distillation"),
+        ({"parts": [FeatureMeans()]}, "`privacy.unit` must be record with feature_means"),
         ({"population": None, "module": None}, "`privacy.unit` must be record for data without persons"),
     ],
 )

@@ -43,7 +43,7 @@ def raw_weights(strategies: Sequence[Strategy], plan: RoundPlan, updates: Client
 
 def _checked(answer: Tensor, strategy: Strategy, num_models: int, num_clients: int) -> Tensor:
     """A strategy's factor in float64 on the CPU; UserError for another shape (never broadcast) or a negative number."""
-    whose, shapes = f"weigh of {type(strategy).__name__}", [(num_clients,), (num_models, num_clients)]
+    whose, shapes = f"weigh of {strategy.config_name}", [(num_clients,), (num_models, num_clients)]
     must = f"give a tensor of {num_clients} clients, or of {num_models} models and {num_clients} clients, [K, C]"
     shape = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
     require(shape in shapes, whose, must, shape)

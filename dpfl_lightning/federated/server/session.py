@@ -408,7 +408,7 @@ class RunSession:
             exact_times=config.exact_times,
             options=config.options,
             task=self.model.task_note,
-            strategies=tuple(config.options.get("strategies") or (type(one).__name__ for one in config.strategies)),
+            strategies=tuple(config.options.get("strategies") or (one.config_name for one in config.strategies)),
             replans=config.replans,
             ends_by_results=config.ends_by_results,
         )

@@ -162,7 +162,7 @@ class RunConfig:
         require(fewest <= most, "network.min_participants", f"be at most the {most} clients of the run", fewest)
         known = self.optimizer is not None and math.isfinite(self.optimizer.independent_steps(1))
         for strategy in self.strategies:
-            name = type(strategy).__name__
+            name = strategy.config_name
             advice = f"{name} must know the noise in every update. noise_aware with `noise: estimated` need not."
             got = "the optimizer of the model" if self.optimizer is None else type(self.optimizer).__name__
             require(known or not strategy.needs_noise_std, "clients.optimizer", f"be SGD with {name}", got, advice)

@@ -69,7 +69,7 @@ class Strategy:
             object.__setattr__(self, name, valid(self._key(name), getattr(self, name), hint))
 
     @property
-    def _name(self) -> str:
+    def config_name(self) -> str:
         """The name of the strategy in a configuration, for messages."""
         kind = type(self)
         room, _, file = kind.__module__.rpartition(".")
@@ -78,7 +78,7 @@ class Strategy:
 
     def _key(self, option: str) -> str:
         """The key of an option in a configuration, for messages."""
-        return f"strategies.{self._name}.{option}"
+        return f"strategies.{self.config_name}.{option}"
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         """The schedule of all releases, before noise is solved: budgets, purposes and counts."""
@@ -194,44 +194,38 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
         must = "hold instances of Callback or Strategy"
         require(isinstance(callback, Callback), "callbacks", must, callback, _way_out(callback))
         _check_names(callback, _WATCHING)
-    bases = [_name(strategy) for strategy in strategies if strategy.role == "base"]
+    bases = [strategy.config_name for strategy in strategies if strategy.role == "base"]
     if len(bases) != 1:
         raise UserError(
             f"`strategies` must hold exactly one aggregation rule (size_weighted, uniform, ...), got "
             f"{' and '.join(bases) or 'none'}. Keep one; corrections and masks multiply onto it."
         )
-    selecting = " and ".join(_name(strategy) for strategy in strategies if strategy.selects)
+    selecting = " and ".join(strategy.config_name for strategy in strategies if strategy.selects)
     must = "hold at most one strategy that limits how often clients train"
     require(" and " not in selecting, "strategies", must, selecting, "Remove one of them.")
     for other, strategy in itertools.product(strategies, repeat=2):
         if other.in_place_of_training and strategy.needs_training:
             raise UserError(
-                f"`strategies` must not hold {_name(strategy)} beside {_name(other)}, got both. The "
+                f"`strategies` must not hold {strategy.config_name} beside {other.config_name}, got both. The "
                 f"former is for local training; with the latter {other.in_place_of_training}. Remove one of them."
             )
         if other.refuses_pull and strategy.pulls:
             raise UserError(
-                f"`strategies` must not hold {_name(strategy)} beside {_name(other)}, got both. The "
+                f"`strategies` must not hold {strategy.config_name} beside {other.config_name}, got both. The "
                 "former makes updates shorter than their noise, which the latter takes for false. Remove one of them."
             )
     for hook, does in _EXCLUSIVE.items():
-        names = [_name(strategy) for strategy in strategies if overrides(strategy, hook)]
+        names = [strategy.config_name for strategy in strategies if overrides(strategy, hook)]
         must = f"hold at most one strategy that {does} (`{hook}`)"
         require(len(names) < 2, "strategies", must, " and ".join(names), "Remove one of them.")
     for first, second in itertools.combinations(strategies, 2):
-        must, given = f"name {_name(second)} before strategies that pull to a model", f"it after {_name(first)}"
+        must = f"name {second.config_name} before strategies that pull to a model"
+        given = f"it after {first.config_name}"
         require(not (first.pulls and second.before_pulls), "strategies", must, given, "Exchange them.")
     for part, same in itertools.combinations([*strategies, *callbacks], 2):
         must = "hold each object once, because it would act twice"
         require(part is not same, "strategies and callbacks", must, type(part).__name__)
     return strategies, callbacks
-
-
-def _name(strategy: Strategy) -> str:
-    """Return the name in a configuration, which is that of the file, or the class of another package."""
-    kind = type(strategy)
-    inside = kind.__module__.startswith("dpfl_lightning.strategies.")
-    return kind.__module__.rpartition(".")[2] if inside else kind.__name__
 
 
 def _check_names(part: Strategy | Callback, hooks: frozenset[str]) -> None:

@@ -54,7 +54,7 @@ def round_metrics(
     values |= sent
     for strategy in strategies:
         for name, value in answer_of(strategy, "metrics", view).items():
-            reported = f"{type(strategy).__name__} reports {name!r}"
+            reported = f"{strategy.config_name} reports {name!r}"
             if name in values or name in _TAKEN:
                 raise RuntimeError(f"{reported}, which is reported already: rename it")
             if isinstance(value, Tensor) and value.shape != (num_clients,):

@@ -168,7 +168,7 @@ def check_deployable(loop: FederatedLoop) -> None:
         value = (options.get(section) or {}).get(key)
         require(value is None, f"{section}.{key}", f"be null: {why}", value)
     for strategy in loop.config.strategies:
-        name = f"strategies: {type(strategy).__name__}"
+        name = f"strategies.{strategy.config_name}"
         must = "keep its schedule during the run, as sites accept it beforehand"
         require(not overrides(strategy, "replan"), name, must, "a strategy with `replan`", "Choose another strategy.")
         for kind in vars(sys.modules[type(strategy).__module__]).values():

@@ -40,7 +40,7 @@ class MultiKrum(Strategy):
     needs_training = True
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
-        warn_if_none_is_left_out(self._name, self.share, view)
+        warn_if_none_is_left_out(self.config_name, self.share, view)
         return schedule
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:

@@ -30,7 +30,7 @@ class TrimmedMean(RobustMean):
     share: Annotated[float, Interval(ge=0, lt=0.5)] = 0.1
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
-        warn_if_none_is_left_out(self._name, self.share, view)
+        warn_if_none_is_left_out(self.config_name, self.share, view)
         return schedule
 
     def _centre(self, deltas: Tensor, weights: Tensor) -> Tensor:

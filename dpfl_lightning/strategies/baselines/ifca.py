@@ -48,8 +48,9 @@ class Ifca(GroupingStrategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        key = f"strategies.{self.config_name}"
         self._choice = ModelSelection(
-            self.selection, self.selection_epsilon, self.selection_rounds, self.loss_bound, f"strategies.{self._name}"
+            self.selection, self.selection_epsilon, self.selection_rounds, self.loss_bound, key
         )
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:

@@ -115,7 +115,7 @@ class Clustered(GroupingStrategy):
         self.needs_noise_std = self.mixture == "robust"
         self._num_groups = None if isinstance(self.num_clusters, str) else self.num_clusters
         self._last_drawn = None if isinstance(self.switch_round, str) else self.switch_round
-        key = f"strategies.{self._name}"
+        key = f"strategies.{self.config_name}"
         self._by_similarity = self.selection == "server_similarity"
         if self._by_similarity:
             beside = "selection server_similarity, which does not ask clients"
@@ -246,8 +246,8 @@ class Clustered(GroupingStrategy):
                 if line.purpose == "train" and line.count != schedule.rounds + schedule.reserve:
                     quota = max(0, line.count - schedule.reserve)
                     raise UserError(
-                        f"`strategies.{self._name}` must be named before strategies that limit how often clients train "
-                        f"(uniform_selection, biased_selection), got it after one: client "
+                        f"`strategies.{self.config_name}` must be named before strategies that limit how often clients "
+                        f"train (uniform_selection, biased_selection), got it after one: client "
                         f"{view.facts.name_of(client)} trains in {quota} of {schedule.rounds} rounds."
                     )
 

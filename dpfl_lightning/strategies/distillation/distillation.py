@@ -265,7 +265,7 @@ class Distillation(SetStrategy):
     def scale(self, combined: Tensor, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
         """Note how many records the sum is of, and the standard deviation of its noise; the sum stays as it is."""
         must = "not be combined with strategies that create several models"
-        require(len(weights) == 1, f"strategies.{self._name}", must, f"{len(weights)} models")
+        require(len(weights) == 1, f"strategies.{self.config_name}", must, f"{len(weights)} models")
         self._records_of_sum = _records_of_sum(weights[0].cpu(), torch.tensor(divisors(updates), dtype=torch.float64))
         noise_std = torch.tensor(updates.noise_std, dtype=torch.float64)
         self._target_noise_std = float((weights[0] * noise_std).square().sum().sqrt()) * view.facts.num_classes

@@ -63,7 +63,7 @@ class SetStrategy(Strategy, Callback):
             options = {name: getattr(self, name) for name in options_of(type(self))}
             x, y = (one.cpu() for one in self._synthetic(view).records)
             made = DistilledSet(x, y, card(view, result, self.what, options, self._sampling))
-            made.save(view.run.output_dir, f"strategies.{self._name}")
+            made.save(view.run.output_dir, f"strategies.{self.config_name}")
             write_text(view.run.output_dir / DATA_CARD, data_card(made, view.run.options))
 
     def _synthetic(self, view: View) -> SyntheticSet:
@@ -77,7 +77,7 @@ class SetStrategy(Strategy, Callback):
         return start.to(like.device, like.dtype)
 
     def _check_records(self, view: View) -> None:
-        classes, task, key = view.facts.num_classes, view.module.task, f"strategies.{self._name}"
+        classes, task, key = view.facts.num_classes, view.module.task, f"strategies.{self.config_name}"
         require(classes >= 2, key, "have records of at least 2 classes", classes, "A regression has no classes.")
         one_class = task is None or task.one_class
         require(one_class, "task", "be multiclass or binary for distillation", task and task.name)

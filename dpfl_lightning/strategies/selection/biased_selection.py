@@ -110,7 +110,7 @@ class BiasedSelection(QuotaSelection):
         if total == 0:  # other strategies use all rounds
             self._noise = ParticipationNoise(np.zeros(len(upper)), np.ones(len(upper)))
             return np.zeros(len(upper), dtype=np.int64)
-        check_free_noise(schedule, self._name, view.facts)
+        check_free_noise(schedule, self.config_name, view.facts)
         claimed = view.facts.reported_epsilon
         claims = schedule.replan(lambda client, one: dataclasses.replace(one, target_epsilon=claimed[client]))
         in_l1 = schedule.noised(0, PURPOSE).clip_order == 1

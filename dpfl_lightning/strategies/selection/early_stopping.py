@@ -39,7 +39,7 @@ class EarlyStopping(Strategy):
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         advice = "Name one, such as data.init_args.test: held-out records of clients are private."
-        require(view.facts.test_set, f"strategies.{self._name}", "have a public test set", None, advice)
+        require(view.facts.test_set, f"strategies.{self.config_name}", "have a public test set", None, advice)
         known, further = view.module.scores, view.module.further_scores
         advice = f"Name it: evaluation.metrics: [{self.metric}]."
         if self.metric not in further:
@@ -57,14 +57,14 @@ class EarlyStopping(Strategy):
             self._compare(view.test_score)
         if self._without_gain < self.patience:
             return None
-        return f"{self.metric} has not improved in {self.patience} evaluations (strategies.{self._name}.patience)"
+        return f"{self.metric} has not improved in {self.patience} evaluations (strategies.{self.config_name}.patience)"
 
     def _compare(self, score: Score) -> None:
         value = {"loss": score.loss, "accuracy": score.accuracy, **score.metrics}.get(self.metric)
         if value is None:
             if not self._warned:
                 words = f"the test set does not define {self.metric} after round {self._seen}"
-                warn_user(f"{words}: such an evaluation does not count for strategies.{self._name}")
+                warn_user(f"{words}: such an evaluation does not count for strategies.{self.config_name}")
             self._warned = True
             return
         sign = -1 if self.metric in SMALLER_IS_BETTER else 1

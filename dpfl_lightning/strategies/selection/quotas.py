@@ -176,7 +176,7 @@ class QuotaSelection(Strategy, Callback):
         unused = int((self._quota - self._taken).sum())
         if result.finished and unused:
             warn_user(
-                f"{self._name}: {unused} of {int(self._quota.sum())} planned participations were not "
+                f"{self.config_name}: {unused} of {int(self._quota.sum())} planned participations were not "
                 "used, because clients were away or the run ended early. The noise of these clients was solved "
                 "for them, so it was larger than necessary."
             )

@@ -58,8 +58,8 @@ class ReleasedScores(Strategy):
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         self._of_two(view)
         personal, advice = ", ".join(view.module.personal), "Their values are private, and scores would show them."
-        require(not personal, "personal", f"be empty with {self._name}", personal, advice)
-        must = f"not hold {self._name} beside a strategy that changes the plan of the run later"
+        require(not personal, "personal", f"be empty with {self.config_name}", personal, advice)
+        must = f"not hold {self.config_name} beside a strategy that changes the plan of the run later"
         require(not view.run.replans, "strategies", must, "both", "Remove one of them.")
         must, advice = "be a number of rounds beside a strategy that may end the run", "The last round may not come."
         require(self.every is not None or not view.run.ends_by_results, self._key("every"), must, None, advice)
@@ -115,7 +115,7 @@ class ReleasedScores(Strategy):
         """Return whether there are two classes. Raises UserError for a task that does not predict one class."""
         task, advice = view.module.task, "Its scores are counts of right predictions."
         name = "another one" if task is None else task.name
-        require(name in ScoreCounts.tasks, "task", f"be binary or multiclass with {self._name}", name, advice)
+        require(name in ScoreCounts.tasks, "task", f"be binary or multiclass with {self.config_name}", name, advice)
         return name == "binary"
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:

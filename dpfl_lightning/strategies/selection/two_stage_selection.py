@@ -97,10 +97,10 @@ class TwoStageSelection(QuotaSelection):
     # -- line 17, the mean of the noisy gradients, is the strategy `uniform`
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
-        biased_selection.check_free_noise(schedule, self._name, view.facts)
+        biased_selection.check_free_noise(schedule, self.config_name, view.facts)
         must = f"be below the {schedule.rounds} rounds"
         require(self.warmup_rounds < schedule.rounds, self._key("warmup_rounds"), must, self.warmup_rounds)
-        must = f"plan one full batch a round beside {self._name}, with delta 0 if noise is Laplace"
+        must = f"plan one full batch a round beside {self.config_name}, with delta 0 if noise is Laplace"
         advice = "Set clients.batch_size: null, and with privacy.mechanism laplace privacy.delta: 0."
         require(exact_exponent(schedule) is not None, "strategies", must, schedule.clients[0].outline, advice)
         self._bound = math.log(view.facts.num_classes) if self.loss_bound is None else self.loss_bound
@@ -188,7 +188,7 @@ class TwoStageSelection(QuotaSelection):
         cost = self._cost_of_bias(factor[able], rounds) * self._gamma
         if self.ratio != 0 and factor[able].any() and not np.ptp(cost):
             warn_user(
-                f"{self._name}: the {len(self._reports)} reports of losses show no difference between clients "
+                f"{self.config_name}: the {len(self._reports)} reports of losses show no difference between clients "
                 "beyond their noise, so the later quotas are those of least noise alone (Proposition 1)."
             )
         # lines 26 and 27, T_n and p_n by the problem P1: in whole numbers
