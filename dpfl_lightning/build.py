@@ -366,7 +366,7 @@ def _with_base(strategies: Sequence[Strategy]) -> Sequence[Strategy]:
     """Return the strategies, preceded by an aggregation rule if they contain none."""
     if any(strategy.role == "base" for strategy in strategies if isinstance(strategy, Strategy)):
         return strategies
-    wanted = [one.default_base for one in strategies if getattr(one, "default_base", None)]
+    wanted = [kind for one in strategies if (kind := getattr(one, "default_base", None))]
     base = [*wanted, SizeWeighted][0]()
     for one in strategies:
         kinds = [kind for kind in type(one).__mro__ if issubclass(kind, Strategy) and kind is not Strategy]
