@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -103,9 +102,11 @@ class NoiseAware(ClientDifferences):
             cut = np.sqrt(1 - too_long / np.maximum(squares, 1e-300)) / length
             signals = mean_gradient[rows] * torch.from_numpy(cut).float()[:, None]
             self._learn(signals[counted], noise[counted], clients[rows][counted], view)
-            if len(rows) == count and noise.any():  # differences to report are those of one model
-                gradients = updates.released.flatten(1) / torch.from_numpy(unit).to(updates.released)[:, None]
-                self._products_of(view).add(gradients, at_least(noise) / max(num_params, 1), clients)
+            if len(rows) == count and noise[counted].any():  # differences to report are those of one model
+                gradient = torch.from_numpy(cut / unit)[counted].to(updates.released)[:, None]
+                gradient = gradient * updates.released.flatten(1)[counted]
+                noise_of = at_least(noise[counted]) / max(num_params, 1)
+                self._products_of(view).add(gradient, noise_of, clients[counted])
             if counted.any():
                 bias = rounds * self._variance_between()
                 # a short signal is one that the others do not share, not one with less of its own
@@ -144,12 +145,9 @@ class NoiseAware(ClientDifferences):
         factor = of_means[:, 1] / of_means[:, 0].square().clamp_min(torch.finfo(torch.float64).tiny)
         return combined * factor.to(combined).view(-1, *[1] * (combined.ndim - 1))
 
-    def _may_be_random(self, view: View) -> bool:
-        if self.noise == "estimated":  # steps and rates are unknown
-            return False
-        spread, error = self._products_of(view).spread()
-        clips = zip(view.clip_norm, view.facts.num_records, strict=True)
-        return spread <= fmean(clip**2 / count for clip, count in clips) + 2 * error  # gradients are clipped
+    def _sampling(self, view: View) -> np.ndarray:
+        bound = super()._sampling(view)
+        return bound if self.noise == "planned" else np.zeros_like(bound)  # steps and rates are unknown
 
     def _estimated(
         self, gram: np.ndarray, num_params: int, clients: np.ndarray, counted: np.ndarray, view: View

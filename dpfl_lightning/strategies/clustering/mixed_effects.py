@@ -75,16 +75,17 @@ class MixedEffects(ClientDifferences, Local):
         products = self._products_of(view)
         if noise.any():
             products.add(gradients, noise, clients)
-            effects = products.effects()
-            covariances, groups = effects.covariance, self._groups_of(effects).groups
+            effects = products.effects(self._sampling(view))
+            covariances, groups, sampling = effects.covariance, self._groups_of(effects).groups, effects.sampling
         else:  # every client knows its own gradient
             covariances, groups = np.broadcast_to(np.eye(count), products.products.shape), []
+            sampling = np.zeros(covariances.shape[:2])
         error = noise / rounds + too_long / max(num_params, 1)  # R; what is too long does not average out over rounds
         apart = opposed(gram, num_params)
         own = np.zeros(count)
-        for block, covariance in enumerate(covariances):
+        for block, (covariance, random) in enumerate(zip(covariances, sampling, strict=True)):
             columns = products.columns_of(block).to(combined.device)
-            weight = self._weights(covariance, error, clients, apart)
+            weight = self._weights(covariance, error + random[clients], clients, apart)
             alone = np.clip(weight[clients, range(len(clients))], 0.0, 1.0)
             share = np.abs(weight)
             step = share @ size / share.sum(axis=1)  # a model moves as far as the clients that count in it
