@@ -26,9 +26,9 @@ class MixedEffects(ClientDifferences, Local):
     """A model for each client that moves by the best linear unbiased prediction of the client's own mean gradient.
 
     The prediction is a weighted mean of all updates, for each layer. Products of updates of different rounds show how
-    much clients differ: not at all, in groups, or each from all others. The weights are those of one model, of a model
-    for each group, or of `local` then, and anything between. Clients without an update in a round move by those of the
-    others.
+    much clients differ, beyond noise and random samples of so many records: not at all, in groups, or each from all
+    others. The weights are those of one model, of a model for each group, or of `local` then, and anything between.
+    Clients without an update in a round move by those of the others.
 
     An update counts for others as far as noise and three times the median signal explain its length. Up to a third of
     the clients, whose updates clearly point away from most others, have no weight in the models of the others.
