@@ -104,7 +104,8 @@ def units_of(net: nn.Module, loose: Collection[str] = ()) -> Iterator[tuple[str,
 class _Seam(torch.autograd.Function):
     """The identity on a layer's output, where a new graph begins; behind it lies a special backward pass of the layer.
 
-    It makes no copy; the output may change in place. `anchor` requires a gradient, so that every seam is reached.
+    It makes no copy; the output may change in place, but is no view, of whose gradient autograd would make copies.
+    `anchor` requires a gradient, so that every seam is reached.
     """
 
     @staticmethod
@@ -184,17 +185,20 @@ class FastClippedSum:
         if not params.keys() <= self._known:
             raise Unsupported(f"`{min(params.keys() - self._known)}` is not a trainable parameter of the model")
         wanted, group = request.chosen(params), request.group
-        totals, norms = Totals(wanted, request.zeros(wanted)), [torch.empty(0, device=y.device)]
+        totals, norms = Totals(wanted, request.zeros(wanted)), list[Tensor]()
         with self._watched(wanted) as watch:
             for rows, some_x, some_y in passes(x, y, self.size, self.padding, self.enter):
                 count = rows.stop - rows.start
                 filled = count if y.device.type == "cpu" else len(some_y)  # a GPU adds by the number of rows
                 grads = ChunkGradients(self._gradients(watch, params, some_x, some_y, filled), request.order)
                 require_proved(len(y), self.size, grads.terms)
-                norms.append(grads.norms()[:count])
-                factors = F.pad(clip_factors(norms[-1], request.clip_norm), (0, filled - count))
+                of_pass = grads.norms()
+                norms.append(of_pass[:count])
+                factors = clip_factors(of_pass, request.clip_norm)
+                if filled > count:
+                    factors[count:] = 0
                 totals.add(grads, factors, None if group is None else F.pad(group[rows], (0, filled - count)))
-        return totals.result(), torch.cat(norms)
+        return totals.result(), torch.cat(norms or [torch.empty(0, device=y.device)])
 
     @torch.no_grad()
     def record_gradients(self, params: Params, x: Records, y: Tensor, count: int) -> ByName:
@@ -292,9 +296,9 @@ class FastClippedSum:
         losses = self._watched_losses(watch, params, x, y)
         if losses.shape != (len(y),):
             raise Unsupported(f"sample_loss returns shape {tuple(losses.shape)} for {len(y)} records")
-        outputs: list[Any] = [*watch.edges.values(), watch.anchor]
-        *output_grads, _ = torch.autograd.grad(losses, outputs, torch.ones_like(losses), allow_unused=True)
-        watch.dys.update({name: dy for name, dy in zip(watch.edges, output_grads, strict=True) if dy is not None})
+        outputs: list[Any] = [*watch.edges.values(), *watch.anchors]
+        grads = torch.autograd.grad(losses, outputs, torch.ones_like(losses), allow_unused=True)
+        watch.dys.update({name: dy for name, dy in zip(watch.edges, grads, strict=False) if dy is not None})
         for name, call in watch.calls.items():
             dy = [watch.dys[name]] if name in watch.dys else []
             if any(a.shape[:1] != (rows,) for a in (*call.inputs, *dy)):
@@ -339,14 +343,15 @@ class _Watch:
 
     What is a record here is a row of the model's input: a person has several.
 
-    The graph begins behind an anchor. `dys` are the gradients of outputs, `grads` those of `wanted` parameters that a
-    convolution has computed itself.
+    The graph begins behind `anchor`, one of the `anchors` if special backward passes have to be reached. `dys` are
+    the gradients of outputs, `grads` those of `wanted` parameters that a convolution has computed itself.
     """
 
     def __init__(
         self, units: Mapping[str, Unit], names: Mapping[nn.Module, str], sparse: Collection[str], wanted: Params
     ) -> None:
         self.units, self.names, self.sparse, self.wanted = units, names, sparse, wanted
+        self.anchor = torch.zeros((), requires_grad=True)
         self.begin(0)
 
     def begin(self, count: int) -> None:
@@ -357,7 +362,7 @@ class _Watch:
         self.edges: Edges = {}
         self.dys: dict[str, Tensor] = {}
         self.grads: ByName = {}
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchors: list[Tensor] = []
 
     def forward_of(self, name: str) -> Callable[..., Any]:
         """Return the forward pass of a unit that takes notes."""
@@ -406,12 +411,13 @@ class _Watch:
         self.calls[name] = Call(unit, rule, tuple(a.detach() for a in inputs))
 
     def entered(self, name: str, output: Tensor) -> Tensor:
-        entered = output if output.requires_grad else _Seam.apply(output, self.anchor, None)
+        entered = output if output.requires_grad else _Seam.apply(output.detach(), self.anchor, None)
         self.edges[name] = get_gradient_edge(entered)
         return entered
 
     def _behind_seam(self, name: str, conv: nn.Conv2d, inputs: Inputs, output: Tensor, winners: Any = None) -> Tensor:
         unit, x, count = self.units[name], self.calls[name].inputs[0], self.count
+        self.anchors = [self.anchor]
         weight = conv.weight.detach()  # the weight of this call: `functional_call` may swap it out again
 
         def special_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:

@@ -54,16 +54,13 @@ def passes(
         enter(tree_map(lambda part: part.new_empty(size, *part.shape[1:]), x)),
         y.new_empty(size, *y.shape[1:]),
     )
+    batches = (some_x, some_y), (x, y), padding
+    parts = [*zip(*((*tree_leaves(inputs), labels) for inputs, labels in batches), strict=True)]
     for first in range(0, len(y), size):
         rows = slice(first, min(first + size, len(y)))
         count = rows.stop - rows.start
-        for buffer, part, fill in zip(
-            (*tree_leaves(some_x), some_y),
-            (*tree_leaves(take(x, rows)), y[rows]),
-            (*tree_leaves(padding[0]), padding[1]),
-            strict=True,
-        ):
-            buffer[:count] = part
+        for buffer, part, fill in parts:
+            buffer[:count] = part[rows]
             if count < size:
                 buffer[count:] = fill
         yield rows, some_x, some_y
