@@ -288,7 +288,7 @@ def group_norm_forward(layer: nn.GroupNorm | nn.InstanceNorm2d, tap: Tap, x: Ten
     Bits of a record then do not depend on the size of a pass.
     """
     groups = layer.num_groups if isinstance(layer, nn.GroupNorm) else x.shape[1]
-    if is_short(x) or not x.is_contiguous():  # such as channels last
+    if is_short(x) or not x.is_contiguous() or x.device.type != "cpu":  # such as channels last
         output = F.group_norm(x, groups, layer.weight, layer.bias, layer.eps)
         return tap("output", group_norm_rule, (x,), output)
     sizes = len(x), x.shape[1], x[0, 0].numel()
