@@ -7,8 +7,7 @@ that of the numbers along the main inputs of a layer (`main_inputs`), without wh
 
 | Henderson (1975), Robinson (1991)              | here                                                       |
 | ---------------------------------------------- | ---------------------------------------------------------- |
-| R = Var(z), of the mean of a run of T rounds   | `noise / rounds`, diagonal, known from the plan, and       |
-|                                                | `RandomEffects.sampling`                                   |
+| R = Var(z), of the mean of a run of T rounds   | `noise / rounds`, diagonal, known from the plan            |
 | G = Cov(b), one for each layer                 | `RandomEffects.covariance`: groups of clients, and clients |
 |                                                | that differ from all others                                |
 | V = Z G Z' + R                                 | `total` in `blup_weights`                                  |
@@ -21,7 +20,7 @@ All functions read released updates alone: post-processing.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -255,7 +254,7 @@ class RandomEffects:
         positions: what groups of clients differ in, `[n, k]`, in units of `scale`; k + 1 groups differ in k directions.
         doubt: which part of the squared positions is noise.
         scale: standard deviation of the noise of each client's mean update, `[n]`.
-        sampling: the part of R that is as in random samples of one distribution, of each block, `[B, N]`.
+        variance: between the clients' mean gradients, of all numbers along main inputs together, weighted by precision.
     """
 
     covariance: Array
@@ -263,29 +262,7 @@ class RandomEffects:
     positions: Array
     doubt: float
     scale: Array
-    sampling: Array
-
-    def beyond(self, sampling: Array, numbers: Array) -> "RandomEffects":
-        """Return what is left of G if random samples explain as much of it as they may; that part is one of R.
-
-        Independent samples form no groups: where there are several, all is left.
-
-        Args:
-            sampling: bound on the variance of each client's mean gradient as that of random records, `[N]`.
-            numbers: how many numbers of each block the differences are in, `[B]`.
-        """
-        precision = self.scale**-2 / (self.scale**-2).sum()
-        variance = self.covariance.diagonal(axis1=1, axis2=2)[:, self.clients] @ precision
-        expected, total = float(precision @ sampling[self.clients]), float(variance @ numbers)
-        if not min(expected, total) > 0 or len(self.groups()) > 1:
-            return self
-        part = min(expected / total, 1.0)
-        return replace(
-            self,
-            covariance=(1 - part) * self.covariance,
-            positions=self.positions[:, : 0 if part == 1 else None],
-            sampling=part * np.outer(variance, sampling / expected),
-        )
+    variance: float
 
     def points(self) -> Array:
         """Return in what groups of clients differ, `[n, k]`, in units of the mean gradient; the most in the last."""
@@ -313,10 +290,9 @@ class RandomEffects:
 
     def own_weight(self) -> float:
         """Return the mean weight of a client's own update in its prediction, over the rounds so far: 1 / n to 1."""
-        place, every = np.ix_(self.clients, self.clients), range(len(self.clients))
-        errors = self.scale**2 + self.sampling[:, self.clients]
-        weights = (blup_weights(one[place], error, every) for one, error in zip(self.covariance, errors, strict=True))
-        return fmean(np.diag(weight).mean() for weight in weights)
+        place = np.ix_(self.clients, self.clients)
+        every = range(len(self.clients))
+        return fmean(np.diag(blup_weights(one[place], self.scale**2, every)).mean() for one in self.covariance)
 
 
 @dataclass
@@ -400,13 +376,13 @@ class RoundProducts:
         """Return of each pair of these clients in how many pairs of different rounds they were there, `[n, n]`."""
         return (self.later + self.later.T)[np.ix_(clients, clients)]
 
-    def effects(self, sampling: Array | None = None) -> RandomEffects:
-        """Return what the products show of the random effects, or what is left beyond `sampling` `[N]`."""
+    def effects(self) -> RandomEffects:
+        """Return what the products show of the random effects."""
         blocks, count = self.products.shape[:2]
         clients = np.flatnonzero(self.rounds > 1)
-        covariance, none = np.zeros((blocks, count, count)), np.zeros((blocks, count))
+        covariance, variance = np.zeros((blocks, count, count)), 0.0
         if len(clients) < 2 or not self.pairs.any():
-            return RandomEffects(covariance, clients, np.zeros((len(clients), 0)), 0.0, np.ones(len(clients)), none)
+            return RandomEffects(covariance, clients, np.zeros((len(clients), 0)), 0.0, np.ones(len(clients)), variance)
         every = self._means(slice(None), clients)
         rest = np.linalg.qr(1 / every.scale[:, None], mode="complete")[0][:, 1:]  # contrasts between clients
         values, vectors = np.linalg.eigh(rest.T @ every.products @ rest)
@@ -414,18 +390,17 @@ class RoundProducts:
         found = values > noise.edge()
         between, others = rest @ vectors[:, found], rest @ vectors[:, ~found]
         strength, overlap = noise.signals(values[found])
-        numbers = np.zeros(blocks)
+        precision = every.scale**-2 / (every.scale**-2).sum()
         for block in np.flatnonzero(self.pairs.any(axis=(1, 2))):
             one = self._means(slice(block, block + 1), clients)
             known = _covariance(one, between, overlap, others)
             covariance[block] = known.diagonal().mean() * np.eye(count)  # clients not seen twice differ like others
             covariance[block][np.ix_(clients, clients)] = known
-            numbers[block] = one.numbers * self._terms(int(block))
+            variance += float(precision @ known.diagonal()) * one.numbers * self._terms(int(block))
         # directions are wrong by noise, and each client's mean has noise along them
         wrong = strength @ (1 - overlap) + len(clients) * len(strength) / every.numbers
         doubt = float(wrong / max(strength.sum(), 1e-300))
-        effects = RandomEffects(covariance, clients, between * np.sqrt(strength), doubt, every.scale, none)
-        return effects if sampling is None else effects.beyond(sampling, numbers)
+        return RandomEffects(covariance, clients, between * np.sqrt(strength), doubt, every.scale, variance)
 
     def _terms(self, block: int) -> float:
         """Return how many numbers of a block's parameters one of its folded matrices stands for, on average."""
@@ -451,10 +426,11 @@ def _covariance(one: _Means, between: Array, overlap: Array, others: Array) -> A
     Method of moments: a product along a fixed direction u of length 1 has the mean `u' G u`, whitened. The directions
     are those in which the products are largest, so s_k is too large and tau^2 too small, the less the more numbers. A
     client adds to tau^2 at most nine times the median, so that one that sends anything does not make all others differ.
-    In each direction a client's place is predicted by the variance of places and that of their errors.
+    u is a true direction and an error that is alike for all clients, whitened, so that of noisy clients it says little:
+    u_k u_k' is what is expected of the true one, by the variance of true places and that of errors.
 
     Args:
-        between: directions in which groups of clients differ `[n, k]`, whose errors are alike, whitened.
+        between: directions in which groups of clients differ `[n, k]`.
         overlap: squared products of these with the true directions `[k]`.
         others: directions without groups `[n, m]`, orthogonal to `between`.
     """
@@ -467,10 +443,12 @@ def _covariance(one: _Means, between: Array, overlap: Array, others: Array) -> A
         alone = np.minimum(own, most).sum() / unit.sum()
         alone = float(shrunken(alone, error * others.shape[1] / unit.sum() ** 2))
     along = (between * (one.products @ between)).sum(axis=0)
-    strength = along - alone * (one.scale**-2 @ between**2)
-    error_of_place = np.outer(one.scale**2, (1 - overlap) * (one.scale**-2).mean())  # beside the variance `overlap`
-    columns = between * one.scale[:, None] * overlap / (overlap + error_of_place)
-    return columns * shrunken(strength, error) @ columns.T + alone * np.eye(len(one.scale))
+    strength = shrunken(along - alone * (one.scale**-2 @ between**2), error)
+    noisier = np.outer(one.scale**2, np.full(len(overlap), (one.scale**-2).mean()))
+    right = overlap / (overlap + (1 - overlap) * noisier)  # reliability of a client's place in a direction
+    places = between * one.scale[:, None] * right / np.sqrt(np.maximum(overlap, 1e-300))
+    unknown = (1 - right) @ strength / (one.scale**-2).sum()
+    return places * strength @ places.T + np.diag(unknown + alone)
 
 
 def normalised(vector: Array) -> Array:

@@ -190,11 +190,8 @@ def test_layers_that_are_folded_keep_the_variance_of_noise(most, monkeypatch):
     off = ~np.eye(12, dtype=bool)
     assert (products.products[0][off] ** 2 / products.variance[0][off]).mean() == pytest.approx(1, abs=0.35)
     effects = effects_of([0] * 12, wide, alone=1.0)
-    variance = float(effects.var(dim=0).sum())
-    for part in (0.25, 0.5):
-        found = in_rounds(wide, effects, NOISE, 6, seed=0).effects(np.full(12, part * variance))
-        mean = (found.covariance[0].diagonal() + found.sampling[0]).mean()
-        assert found.sampling[0].mean() / mean == pytest.approx(part, rel=0.15), "of all numbers, folded or not"
+    found = in_rounds(wide, effects, NOISE, 6, seed=0).effects().variance
+    assert found == pytest.approx(float(effects.var(dim=0).sum()), rel=0.15), "of all numbers, folded or not"
 
 
 def test_a_client_that_was_not_seen_twice_is_taken_to_differ_as_much_as_others():
@@ -306,7 +303,7 @@ def test_a_run_says_in_words_how_much_its_clients_differ(groups, alone, words, n
 def test_differences_that_small_random_samples_may_have_lead_to_no_advice(net, view):
     """Unless they form groups, which independent samples do not."""
     few, many = of_clients(view, 12, clip_norm=1e6), of_clients(view, 12)
-    for strategy, small in ((NoiseAware(), True), (NoiseAware(noise="estimated"), False), (MixedEffects(), True)):
+    for strategy, small in ((NoiseAware(), True), (NoiseAware(noise="estimated"), False), (MixedEffects(), False)):
         strategy._products = in_rounds(net, effects_of([0] * 12, net, alone=1.0), np.ones(12), 6, seed=0)
         (of_few,), (of_many,) = strategy.remarks(few), strategy.remarks(many)
         assert ("no more than random samples" in of_few) == small and "differ, and no groups" in of_many
@@ -314,31 +311,6 @@ def test_differences_that_small_random_samples_may_have_lead_to_no_advice(net, v
         groups = effects_of([0] * 6 + [1] * 6, net, between=1.0)
         strategy._products = in_rounds(net, groups, np.ones(12), 6, seed=0)
         assert "2 groups" in strategy.remarks(few)[0] and strategy.client_embedding(few).num_clusters == 2
-
-
-@pytest.mark.parametrize("noise", [0.001, 0.02])
-def test_differences_of_random_samples_are_errors_and_others_are_effects(noise, net):
-    """Beside the best linear prediction of the means that clients' records are samples of."""
-    samples, own, size = np.array([4.0] * 6 + [0.04] * 6), 0.5, 184
-    draw = torch.Generator().manual_seed(0)
-    for share in (0.0, 1.0):
-        true = torch.randn(size, generator=draw) + share * own * torch.randn(12, size, generator=draw)
-        of_records = true + torch.from_numpy(np.sqrt(samples / size)).float()[:, None] * torch.randn(
-            12, size, generator=draw
-        )
-        products = in_rounds(net, of_records, np.full(12, noise), 6, seed=0)
-        plain, found = products.effects(), products.effects(samples)
-        if not share:
-            assert not found.covariance.any() and found.sampling.any() and not found.positions.size
-        for block in range(2):
-            numbers = products.columns_of(block)
-            means = of_records[:, numbers].numpy()
-
-            def wrong(effects, block=block, means=means, numbers=numbers, true=true):
-                weights = blup_weights(effects.covariance[block], noise / 6 + effects.sampling[block], np.arange(12))
-                return ((weights @ means - true[:, numbers].numpy()) ** 2).sum()
-
-            assert wrong(found) < (0.5 if not share else 1.05) * wrong(plain)
 
 
 @pytest.mark.parametrize("ratio", [1, 10, 100])

@@ -40,7 +40,7 @@ class ClientDifferences(Strategy):
         return self._products
 
     def remarks(self, view: View) -> tuple[str, ...]:
-        effects = self._products_of(view).effects(self._sampling(view))
+        effects = self._products_of(view).effects()
         if len(effects.clients) < 2:
             return ()
         (_, points, groups), own = self._groups_of(effects), effects.own_weight()
@@ -48,24 +48,25 @@ class ClientDifferences(Strategy):
             parts = [", ".join(_some([view.facts.name_of(int(one)) for one in group])) for group in groups]
             return (f"The updates show {len(groups)} groups of clients: {'; '.join(parts)}.{self._advice}",)
         if not points.shape[1] and not effects.covariance.any():
-            if effects.sampling.any():
-                return ("The updates show that clients differ no more than random samples of so few records may.",)
             return ("The updates show no differences between clients beyond their noise.",)
         weight = f"a client's own updates have {own:.0%} of the weight in the best prediction of its gradient"
         if own <= _LEAST_OWN:
             return (f"The updates show few differences between clients: {weight}.",)
+        if self._may_be_random(effects, view):
+            return ("The updates show that clients differ no more than random samples of so few records may.",)
         return (f"The updates show that clients differ, and no groups: {weight}.{self._advice}",)
 
     def _groups_of(self, effects: RandomEffects) -> FoundGroups:
         return FoundGroups(effects.clients, effects.points(), effects.groups())
 
-    def _sampling(self, view: View) -> NDArray[np.float64]:
-        """Return how much mean gradients of random records may vary, `[N]`: each is clipped."""
-        return np.array(view.clip_norm) ** 2 / np.maximum(view.facts.num_records, 1)
+    def _may_be_random(self, effects: RandomEffects, view: View) -> bool:
+        """Whether random samples of one distribution, as large as the clients' data, may differ as much."""
+        return False  # unknown: what clients with models of their own still differ in says nothing of their data
 
     def client_embedding(self, view: View) -> ClientEmbedding | None:
-        clients, points, groups = self._groups_of(self._products_of(view).effects(self._sampling(view)))
-        if not points.shape[1]:
+        effects = self._products_of(view).effects()
+        clients, points, groups = self._groups_of(effects)
+        if not points.shape[1] or (not groups and self._may_be_random(effects, view)):
             return None
         group_of = {int(client): number for number, group in enumerate(groups) for client in group}
         return ClientEmbedding(

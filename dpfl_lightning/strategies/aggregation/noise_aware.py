@@ -9,6 +9,7 @@ import torch
 from annotated_types import Interval
 from torch import Tensor
 
+from dpfl_lightning.algorithms.mixed_effects import RandomEffects
 from dpfl_lightning.algorithms.random_effects import (
     alignments,
     at_least,
@@ -145,9 +146,11 @@ class NoiseAware(ClientDifferences):
         factor = of_means[:, 1] / of_means[:, 0].square().clamp_min(torch.finfo(torch.float64).tiny)
         return combined * factor.to(combined).view(-1, *[1] * (combined.ndim - 1))
 
-    def _sampling(self, view: View) -> np.ndarray:
-        bound = super()._sampling(view)
-        return bound if self.noise == "planned" else np.zeros_like(bound)  # steps and rates are unknown
+    def _may_be_random(self, effects: RandomEffects, view: View) -> bool:
+        if self.noise == "estimated":  # steps and rates are unknown
+            return False
+        most = np.array(view.clip_norm) ** 2 / np.array(view.facts.num_records)  # gradients are clipped
+        return effects.variance <= float(np.average(most[effects.clients], weights=effects.scale**-2))
 
     def _estimated(
         self, gram: np.ndarray, num_params: int, clients: np.ndarray, counted: np.ndarray, view: View

@@ -26,9 +26,9 @@ class MixedEffects(ClientDifferences, Local):
     """A model for each client that moves by the best linear unbiased prediction of the client's own mean gradient.
 
     The prediction is a weighted mean of all updates, for each layer. Products of updates of different rounds show how
-    much clients differ, beyond noise and random samples of so many records: not at all, in groups, or each from all
-    others. The weights are those of one model, of a model for each group, or of `local` then, and anything between.
-    Clients without an update in a round move by those of the others.
+    much clients differ, random samples of one distribution included: not at all, in groups, or each from all others.
+    The weights are those of one model, of a model for each group, or of `local` then, and anything between. Clients
+    without an update in a round move by those of the others.
 
     An update counts for others as far as noise and three times the median signal explain its length. Up to a third of
     the clients, whose updates clearly point away from most others, have no weight in the models of the others.
@@ -75,17 +75,16 @@ class MixedEffects(ClientDifferences, Local):
         products = self._products_of(view)
         if noise.any():
             products.add(gradients, noise, clients)
-            effects = products.effects(self._sampling(view))
-            covariances, groups, sampling = effects.covariance, self._groups_of(effects).groups, effects.sampling
+            effects = products.effects()
+            covariances, groups = effects.covariance, self._groups_of(effects).groups
         else:  # every client knows its own gradient
             covariances, groups = np.broadcast_to(np.eye(count), products.products.shape), []
-            sampling = np.zeros(covariances.shape[:2])
         error = noise / rounds + too_long / max(num_params, 1)  # R; what is too long does not average out over rounds
         apart = opposed(gram, num_params)
         own = np.zeros(count)
-        for block, (covariance, random) in enumerate(zip(covariances, sampling, strict=True)):
+        for block, covariance in enumerate(covariances):
             columns = products.columns_of(block).to(combined.device)
-            weight = self._weights(covariance, error + random[clients], clients, apart)
+            weight = self._weights(covariance, error, clients, apart)
             alone = np.clip(weight[clients, range(len(clients))], 0.0, 1.0)
             share = np.abs(weight)
             step = share @ size / share.sum(axis=1)  # a model moves as far as the clients that count in it
