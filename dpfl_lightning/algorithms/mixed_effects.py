@@ -426,8 +426,8 @@ def _covariance(one: _Means, between: Array, overlap: Array, others: Array) -> A
     Method of moments: a product along a fixed direction u of length 1 has the mean `u' G u`, whitened. The directions
     are those in which the products are largest, so s_k is too large and tau^2 too small, the less the more numbers. A
     client adds to tau^2 at most nine times the median, so that one that sends anything does not make all others differ.
-    u is a true direction and an error that is alike for all clients, whitened, so that of noisy clients it says little:
-    u_k u_k' is what is expected of the true one, by the variance of true places and that of errors.
+    u is a true direction and an error that is alike for all clients, whitened, so that of noisy clients it says little.
+    What it says of each client, over all directions, is predicted by the variance of true places and that of errors.
 
     Args:
         between: directions in which groups of clients differ `[n, k]`.
@@ -444,10 +444,13 @@ def _covariance(one: _Means, between: Array, overlap: Array, others: Array) -> A
         alone = float(shrunken(alone, error * others.shape[1] / unit.sum() ** 2))
     along = (between * (one.products @ between)).sum(axis=0)
     strength = shrunken(along - alone * (one.scale**-2 @ between**2), error)
-    noisier = np.outer(one.scale**2, np.full(len(overlap), (one.scale**-2).mean()))
-    right = overlap / (overlap + (1 - overlap) * noisier)  # reliability of a client's place in a direction
-    places = between * one.scale[:, None] * right / np.sqrt(np.maximum(overlap, 1e-300))
-    unknown = (1 - right) @ strength / (one.scale**-2).sum()
+    if not strength.any():
+        return alone * np.eye(len(one.scale))
+    precision = one.scale**-2 * (1 - one.scale**-2 / (one.scale**-2).sum())  # beside the mean of all
+    right = strength @ overlap / strength.sum()
+    known = right / (right + (1 - right) * one.scale**2 * precision.mean())  # reliability of a client's place
+    places = between * (one.scale * known)[:, None] / math.sqrt(right)
+    unknown = (1 - known) * strength.sum() / precision.sum()
     return places * strength @ places.T + np.diag(unknown + alone)
 
 
