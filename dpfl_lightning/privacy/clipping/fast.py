@@ -296,7 +296,7 @@ class FastClippedSum:
         losses = self._watched_losses(watch, params, x, y)
         if losses.shape != (len(y),):
             raise Unsupported(f"sample_loss returns shape {tuple(losses.shape)} for {len(y)} records")
-        outputs: list[Any] = [*watch.edges.values(), *watch.anchors]
+        outputs: list[Any] = [*watch.edges.values(), *watch.anchors] or [watch.anchor]
         grads = torch.autograd.grad(losses, outputs, torch.ones_like(losses), allow_unused=True)
         watch.dys.update({name: dy for name, dy in zip(watch.edges, grads, strict=False) if dy is not None})
         for name, call in watch.calls.items():

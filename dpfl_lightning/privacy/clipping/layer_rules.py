@@ -438,20 +438,11 @@ def convolution_weight_grads(
 def group_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
     """`dgamma_j = sum_hw dy_j x^_j`, `dbeta_j = sum_hw dy_j`, with `x^` the normalised input.
 
-    If there are the means and scales of groups of channels, `[B, groups]`, torch's backward pass of one record computes
-    them, whose channels are those of all records. An `InstanceNorm` has one group for each channel.
+    An `InstanceNorm` has one group for each channel.
     """
-    x, *moments = inputs
-    shape = dy.shape[:2]
-    if not moments:
-        normalised = F.group_norm(x, getattr(layer, "num_groups", shape[1]), eps=layer.eps)  # type: ignore[arg-type]
-        return scale_and_shift(params, dy, normalised, (*shape, -1), dim=2)
-    x, dy = (one.reshape(1, shape.numel(), -1) for one in (x, dy))
-    mean, scale = (one.view(1, -1) for one in moments)
-    sizes, wanted = (*x.shape, mean.numel()), [False, "weight" in params, "bias" in params]
-    anything = x.new_empty(x.shape[1])  # the factors matter for the gradient of the input only
-    _, dgamma, dbeta = torch.ops.aten.native_group_norm_backward(dy, x, mean, scale, anything, *sizes, wanted)
-    return _only(params, weight=lambda: Dense(dgamma.view(shape)), bias=lambda: Dense(dbeta.view(shape)))
+    groups = layer.num_groups if isinstance(layer, nn.GroupNorm) else inputs[0].shape[1]
+    normalised = F.group_norm(inputs[0], groups, eps=layer.eps)  # type: ignore[arg-type]
+    return scale_and_shift(params, dy, normalised, (*dy.shape[:2], -1), dim=2)
 
 
 def layer_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
@@ -554,5 +545,6 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.Linear: linear_rule,
     nn.Conv1d: conv1d_rule,
     nn.Conv2d: conv2d_rule,
+    nn.GroupNorm: group_norm_rule,
     nn.Embedding: embedding_rule,
 }

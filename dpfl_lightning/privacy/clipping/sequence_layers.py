@@ -282,18 +282,10 @@ class _RMSNorm(torch.autograd.Function):
         return torch.addcmul(dy, normalised, along, value=-1).mul_(scale), None, None
 
 
-def group_norm_forward(layer: nn.GroupNorm | nn.InstanceNorm2d, tap: Tap, x: Tensor) -> Tensor:
-    """Do what `nn.GroupNorm` does, as `layer_norm_forward`, or an `InstanceNorm`: it has a group for each channel.
-
-    Bits of a record then do not depend on the size of a pass.
-    """
-    groups = layer.num_groups if isinstance(layer, nn.GroupNorm) else x.shape[1]
-    if is_short(x) or not x.is_contiguous() or x.device.type != "cpu":  # such as channels last
-        output = F.group_norm(x, groups, layer.weight, layer.bias, layer.eps)
-        return tap("output", group_norm_rule, (x,), output)
-    sizes = len(x), x.shape[1], x[0, 0].numel()
-    output, *moments = torch.native_group_norm(x, layer.weight, layer.bias, *sizes, groups, layer.eps)
-    return tap("output", group_norm_rule, (x, *moments), output)
+def instance_norm_forward(layer: nn.InstanceNorm2d, tap: Tap, x: Tensor) -> Tensor:
+    """Do what an `InstanceNorm` does, as a GroupNorm: bits of a record then do not depend on the size of a pass."""
+    output = F.group_norm(x, x.shape[1], layer.weight, layer.bias, layer.eps)
+    return tap("output", group_norm_rule, (x,), output)
 
 
 def attention_forward(
@@ -350,8 +342,7 @@ TAPPED: dict[type[nn.Module], TappedForward] = {
     nn.MultiheadAttention: attention_forward,
     nn.LayerNorm: layer_norm_forward,
     nn.RMSNorm: rms_norm_forward,
-    nn.GroupNorm: group_norm_forward,
-    nn.InstanceNorm1d: group_norm_forward,
-    nn.InstanceNorm2d: group_norm_forward,
-    nn.InstanceNorm3d: group_norm_forward,
+    nn.InstanceNorm1d: instance_norm_forward,
+    nn.InstanceNorm2d: instance_norm_forward,
+    nn.InstanceNorm3d: instance_norm_forward,
 }
