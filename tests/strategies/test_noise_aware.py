@@ -235,6 +235,18 @@ def test_cohorts_of_one_two_and_newcomers(noise, make_loop):
     assert bool(loop.state.models.isfinite().all()) and result.metrics["variance_between_clients"] >= 0
 
 
+@pytest.mark.filterwarnings("ignore:round .* gives no weight")
+@pytest.mark.parametrize("length", [1.0, 1e4])
+def test_a_false_client_does_not_make_the_others_differ(length, make_loop):
+    loop, strategy = planned(make_loop)
+    updates, view, _, _ = announced(loop)
+    for seed in range(6):
+        deltas = like_noise(updates, seed, signal=1.0)
+        deltas[0] *= -length
+        strategy.weigh(dataclasses.replace(updates, deltas=deltas), view)
+    assert "differences between clients" in strategy.remarks(view)[0], strategy.remarks(view)
+
+
 def test_beside_kmeans_weights_are_those_within_the_clusters(make_loop):
     """Each client has a separate model there; weights that were scaled for each start model would all be equal."""
     parts = [*strategies.build({"noise_aware": {}, "kmeans_clusters": {"num_clusters": 1}}), seen := Recorder()]
