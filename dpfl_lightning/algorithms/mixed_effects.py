@@ -404,8 +404,10 @@ class RoundProducts:
 
     def _terms(self, block: int) -> float:
         """Return how many numbers of a block's parameters one of its folded matrices stands for, on average."""
-        kept = sum(sums[0].numel() for of, sums in zip(self._block_of, self.sums, strict=True) if of == block)
-        return len(self.columns_of(block)) / kept
+        of_layers = zip(self._block_of, self.layers, self.sums, strict=True)
+        sizes = [(len(layer.places), sums[0].numel()) for of, layer, sums in of_layers if of == block]
+        whole, kept = map(sum, zip(*sizes, strict=True))
+        return whole / kept
 
     def state_dict(self) -> dict[str, Any]:
         arrays = {name: torch.from_numpy(getattr(self, name).copy()) for name in _ARRAYS}
