@@ -254,7 +254,8 @@ class RandomEffects:
         positions: what groups of clients differ in, `[n, k]`, in units of `scale`; k + 1 groups differ in k directions.
         doubt: which part of the squared positions is noise.
         scale: standard deviation of the noise of each client's mean update, `[n]`.
-        variance: between the clients' mean gradients, of all numbers along main inputs together, weighted by precision.
+        variance: of the clients' mean gradients around their mean by precision, of all numbers along main inputs
+            together, weighted by precision. With few clients it is too small, as that mean is theirs.
     """
 
     covariance: Array
