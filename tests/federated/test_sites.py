@@ -306,7 +306,7 @@ def test_a_site_that_leaves_is_left_out_and_the_others_go_on(tmp_path):
         ({"clients": {"count": 3, "reported_epsilon": 4.0}}, "clients.reported_epsilon"),
         (
             {"strategies": {"two_stage_selection": {}}, "clients": {"count": 3, "batch_size": None}, "rounds": 20},
-            "TwoStageSelection.*keep its schedule",
+            "two_stage_selection.*keep its schedule",
         ),
         ({"strategies": {"ifca": {"selection": "paper_argmin"}}}, "strategies.*noisy releases only"),
     ],
