@@ -437,23 +437,23 @@ def _covariance(one: _Means, between: Array, overlap: Array, others: Array) -> A
         overlap: squared products of these with the true directions `[k]`.
         others: directions without groups `[n, m]`, orthogonal to `between`.
     """
-    error, alone = 2 * one.variance, 0.0
+    error, alone, precision = 2 * one.variance, 0.0, one.scale**-2
     if others.shape[1]:
         apart = others @ others.T
-        unit = apart**2 @ one.scale**-2
+        unit = apart**2 @ precision
         own = (apart @ one.products * apart).sum(axis=1)
         most = _LONGEST**2 * max(np.median(own / unit), 0.0) * unit + 2 * math.sqrt(error) * np.diag(apart)
         alone = np.minimum(own, most).sum() / unit.sum()
         alone = float(shrunken(alone, error * others.shape[1] / unit.sum() ** 2))
     along = (between * (one.products @ between)).sum(axis=0)
-    strength = shrunken(along - alone * (one.scale**-2 @ between**2), error)
+    strength = shrunken(along - alone * (precision @ between**2), error)
     if not strength.any():
-        return alone * np.eye(len(one.scale))
-    precision = one.scale**-2 * (1 - one.scale**-2 / (one.scale**-2).sum())  # beside the mean of all
+        return alone * np.eye(len(precision))
+    apart_from_mean = precision * (1 - precision / precision.sum())
     right = strength @ overlap / strength.sum()
-    known = right / (right + (1 - right) * one.scale**2 * precision.mean())  # reliability of a client's place
+    known = right / (right + (1 - right) * one.scale**2 * apart_from_mean.mean())  # reliability of a client's place
     places = between * (one.scale * known)[:, None] / math.sqrt(right)
-    unknown = (1 - known) * strength.sum() / precision.sum()
+    unknown = (1 - known) * strength.sum() / apart_from_mean.sum()
     return places * strength @ places.T + np.diag(unknown + alone)
 
 
