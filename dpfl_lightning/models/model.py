@@ -13,6 +13,7 @@ from dpfl_lightning.models.tasks import TASKS, Task, task_of
 from dpfl_lightning.privacy.clipping.inputs import Inputs, arguments
 from dpfl_lightning.privacy.clipping.reference import Params
 from dpfl_lightning.privacy.clipping.stateless import call, further_names
+from dpfl_lightning.privacy.clipping.structure import is_known_loss
 
 FORWARD_CHUNK = 100  # records of a forward pass without gradients, so that activations stay in the caches
 DEVICE_FORWARD_CHUNK = 1000  # on other devices than a CPU: few, large kernels
@@ -105,6 +106,11 @@ class Model(nn.Module):
         must = f"return one loss for each record, of shape ({len(y)},)"
         require(shape == (len(y),), "loss", must, shape, "Losses of torch do with reduction='none'.")
         return losses
+
+    @property
+    def loss_is_known(self) -> bool:
+        """Whether no code of a user computes the loss from what the model returns."""
+        return is_known_loss(self.given_loss) and self.given_output is None
 
     def infer_task(self, output: Tensor, y: Tensor, num_classes: int | None = None) -> Task:
         """Return the task by its name, or from the shapes of `output [B, ...]` and `y [B, ...]` and the dtype of y."""

@@ -74,6 +74,7 @@ def trained(make_loop, kind: str, engine: str, population=None, **options):
     return make_loop(population, module_of(kind), **{**usual, **options})
 
 
+@pytest.mark.usefixtures("code_was_read")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_engine_trains_on_every_kind_of_inputs(kind, make_loop, one_noise):
     loops = {name: trained(make_loop, kind, name) for name in ("serial", "fast")}

@@ -63,12 +63,14 @@ class Entities(nn.Module):
         return self.head(torch.cat([numbers, *columns], dim=1))
 
 
+@pytest.mark.usefixtures("code_was_read")
 @pytest.mark.parametrize("sizes", [(5, 7), (2, 40), (100, 3)])
 def test_categories_are_embedded_by_tables_of_several_sizes(sizes):
     categories = torch.stack([torch.randint(size, (9,)) for size in sizes], dim=1)
     assert engine_of(Entities(*sizes), people((torch.randn(9, 3), categories))).startswith("fast: exact rules")
 
 
+@pytest.mark.usefixtures("code_was_read")
 def test_a_record_may_be_one_category():
     for x in ((torch.randint(5, (9,)),), {"category": torch.randint(5, (9,))}):
         assert engine_of(OneCategory(), people(x)) == "fast: exact rules for all layers"
@@ -121,6 +123,7 @@ class PackedByLengths(nn.Module):
         return self.head(self.lstm(packed)[1][0][-1])
 
 
+@pytest.mark.usefixtures("code_was_read")
 def test_lengths_of_records_are_at_least_one(make_loop):
     lengths = torch.randint(1, 7, (40,))
     data = (torch.randn(40, 6, 3), lengths), lengths % 2
@@ -140,6 +143,7 @@ class Scaled(nn.Module):
         return self.head(x) * self.temperature
 
 
+@pytest.mark.usefixtures("code_was_read")
 def test_a_parameter_may_be_one_number():
     assert engine_of(Scaled(), people(torch.randn(9, 6))).startswith("fast: exact rules")
 
@@ -186,6 +190,7 @@ class Tied(Stack):
         return self.more(self.last(self.head(x)))
 
 
+@pytest.mark.usefixtures("code_was_read")
 @pytest.mark.parametrize("net, engine", [(Stack(), "fast: "), (Scaling(), "fast: "), (Tied(), "")])
 def test_a_module_may_have_two_names(net, engine):
     tensors = {name: (id(p), p.requires_grad) for name, p in net.named_parameters(remove_duplicate=False)}
@@ -342,6 +347,7 @@ class Narrow(nn.LayerNorm):
     """A subclass that computes the same."""
 
 
+@pytest.mark.usefixtures("code_was_read")
 @pytest.mark.parametrize(
     "net, shape, modules",
     [
@@ -395,6 +401,7 @@ class RarePositives(L.LightningModule):
         return F.binary_cross_entropy_with_logits(self(batch[0]), batch[1], pos_weight=self.weight)
 
 
+@pytest.mark.usefixtures("code_was_read")
 def test_pos_weight_multiplies_the_gradient_of_a_positive_record():
     x, y = torch.randn(9, 4), (LABELS == 0).float()
     loss = nn.BCEWithLogitsLoss(pos_weight=torch.tensor(5.0), reduction="none")
@@ -426,6 +433,7 @@ class FilledOnce(nn.Module):
         return self.layer(x + self.table)
 
 
+@pytest.mark.usefixtures("code_was_read")
 def test_a_table_that_is_filled_in_the_first_pass_is_never_a_placeholder():
     x = torch.randn(9, 6)
     with pytest.raises(UserError, match="keep nothing of its first pass, got another table and ready"):

@@ -265,6 +265,7 @@ def test_the_baseline_is_the_best_constant_prediction():
     assert found.pop("accuracy") is None and found == pytest.approx(errors)
 
 
+@pytest.mark.usefixtures("code_was_read")
 @pytest.mark.parametrize("task", NETS)
 def test_every_task_trains_and_reports(task, tmp_path):
     people = population(task)
@@ -291,6 +292,7 @@ def test_every_task_trains_and_reports(task, tmp_path):
     assert seen["test_metrics"] == result.test_metrics and result.clients[2]["metrics"] == {}
 
 
+@pytest.mark.usefixtures("code_was_read")
 @pytest.mark.parametrize("task", NETS)
 def test_gradients_by_layer_rules_are_those_of_vmap(task):
     module, people = ClientModule(NETS[task]()), population(task)

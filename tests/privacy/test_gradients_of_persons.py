@@ -13,6 +13,8 @@ from dpfl_lightning.privacy.clipping.inputs import Block, take
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum
 from dpfl_lightning.privacy.clipping.trial_records import moved_parameters
 
+pytestmark = pytest.mark.usefixtures("code_was_read")  # of rules, and of trials of code
+
 PERSONS, ROWS = 21, 4
 
 

@@ -10,6 +10,8 @@ from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.inputs import Block, take
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 
+pytestmark = pytest.mark.usefixtures("code_was_read")  # of rules, and of trials of code
+
 
 @pytest.fixture
 def sums():

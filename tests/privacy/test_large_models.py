@@ -24,6 +24,8 @@ from dpfl_lightning.privacy.clipping.isolation import SMALL_CROWD, crowd_of, ope
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, cross_entropy_of
 from dpfl_lightning.privacy.noise import Streams
 
+pytestmark = pytest.mark.usefixtures("code_was_read")  # of rules, and of trials of code
+
 
 class Wide(nn.Module):
     """A frozen layer over many positions, adapters, and a head."""

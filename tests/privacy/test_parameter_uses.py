@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, cross_entropy_of
 
+pytestmark = pytest.mark.usefixtures("code_was_read")  # of rules, and of trials of code
+
 
 class Tokens(nn.Module):
     """A class and a distillation token beside each record's own, as vision transformers have; one of them twice."""

@@ -22,6 +22,8 @@ from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSu
 from dpfl_lightning.privacy.clipping.vector_loops import multiple_of, reads_numbers
 from dpfl_lightning.privacy.mechanism import Gaussian
 
+pytestmark = pytest.mark.usefixtures("code_was_read")  # of rules, and of trials of code
+
 SIZES = (8, 16, 32)
 EXAMPLES = torch.randn(40, 3), torch.arange(40) % 3
 
@@ -501,7 +503,7 @@ def shrinking(net, x):
 
 @pytest.mark.parametrize(
     "deed, words",
-    [(counting, "leave what it keeps .* got 'calls'"), (shrinking, "its parameters .* got 'head.weight'")],
+    [(counting, "keep nothing of a pass .* got `calls`"), (shrinking, "its parameters .* got 'head.weight'")],
 )
 def test_a_pass_may_change_neither_parameters_nor_numbers(deed, words):
     with pytest.raises(UserError, match=words):

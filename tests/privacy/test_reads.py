@@ -18,6 +18,8 @@ from dpfl_lightning.privacy.clipping.layer_rules import Unsupported
 from dpfl_lightning.privacy.clipping.reads import FixedReads, fixed, reads_of
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, cross_entropy_of
 
+pytestmark = pytest.mark.usefixtures("code_was_read")  # of rules, and of trials of code
+
 
 class Reading(nn.Module):
     """Two layers, and what `between(self, x, mask)` does with the first one's outputs."""
@@ -67,7 +69,13 @@ class Clamp(torch.autograd.Function):
 
 
 #: by rules, though `vmap` cannot run them
+def computed_again(net, x, mask):
+    """In the backward pass, with the same parameters."""
+    return checkpoint(net.inner, x, use_reentrant=False)
+
+
 BY_RULES = [skipping_the_mask, logging, scaling, drawing, dropping_records, lambda net, x, mask: Clamp.apply(x)]
+BY_RULES += [computed_again]
 
 
 def by_largest(net, x, mask):
@@ -103,7 +111,6 @@ BY_LOOP = [
     (never_true, r"random records have one value"),
     (by_numpy, "out of torch"),
     (by_mask, "`index` decides"),
-    (lambda net, x, mask: checkpoint(net.inner, x, use_reentrant=False), ""),
 ]
 
 

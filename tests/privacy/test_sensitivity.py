@@ -24,6 +24,8 @@ from dpfl_lightning.privacy.clipping.reference import (
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import TAPPED
 
+pytestmark = pytest.mark.usefixtures("code_was_read")  # of rules, and of trials of code
+
 CLIP_NORMS = (1e-12, 0.003, 1e6)
 MAGNITUDES = (0.0, 1e-44, 1e-38, 1e-30, 1e-19, 1e-5, 1.0, 1e5, 1e19, 1e30, 3e38)
 BROKEN = (math.nan, math.inf)

@@ -13,6 +13,8 @@ from dpfl_lightning.privacy.clipping import layer_rules
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 
+pytestmark = pytest.mark.usefixtures("code_was_read")  # of rules, and of trials of code
+
 KERNELS = [(2, 2, 16), (4, 1, 40), (5, 5, 1)]  # few: each is compiled, in a second
 
 

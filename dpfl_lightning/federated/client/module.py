@@ -226,6 +226,10 @@ class ClientModule(Model, L.LightningModule):
             return super().loss(output, y)
         return self.adapted.loss(output, y)
 
+    @property
+    def loss_is_known(self) -> bool:
+        return self.adapted is None and super().loss_is_known
+
     def infer_task(self, output: Tensor, y: Tensor, num_classes: int | None = None) -> Task:
         """Return the task as `Model`, and `CUSTOM` if none fits but the loss is the user's."""
         try:

@@ -30,9 +30,11 @@ from dpfl_lightning.privacy.clipping.reference import (
     VmapClippedSum,
     cross_entropy_of,
     evaluating,
+    owners_of,
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
 from dpfl_lightning.privacy.clipping.state import contents, large_tensors, tensors_restored
+from dpfl_lightning.privacy.clipping.structure import code_of_users, unwraps
 from dpfl_lightning.privacy.clipping.trial_records import (
     FEW_KINDS,
     KINDS,
@@ -44,6 +46,7 @@ from dpfl_lightning.privacy.clipping.trial_records import (
     passes_of,
 )
 from dpfl_lightning.privacy.clipping.vector_loops import reads_numbers
+from dpfl_lightning.privacy.clipping.watched import LeftVmap
 from dpfl_lightning.runtime.threads import one_thread_an_operator
 
 _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
@@ -93,7 +96,10 @@ class CheckedSum:
             used: PassedSum | LoopClippedSum | GraphedSum = self.choose(request.expected)
             if isinstance(used, FastClippedSum) and y.is_cuda and not (self.passes.draws or used.reads):
                 used = self._graphs.setdefault(used.size, GraphedSum(used, self.passes.examples))
-            return used(params, x, y, request)
+            try:
+                return used(params, x, y, request)
+            except LeftVmap:  # with these weights: nothing under `vmap` can decide by a record
+                return self._loop(params, x, y, request)
 
     def _evidence(self, params: Params, x: Records, y: Tensor, count: int) -> list[Tensor]:
         assert self.kind is not None
@@ -143,6 +149,7 @@ def clipped_sum_for(
     used = clipped_sum.choose()
     if isinstance(used, LoopClippedSum):
         _require_repeatable(net, sample_loss, passes)
+    _require_own_places(net, sample_loss, passes)
     reads = used.reads if isinstance(used, FastClippedSum) else ()
     if places := dict.fromkeys(one.place for one in reads if one.depends and type(one.value) is not bool):
         warn_user(
@@ -163,6 +170,7 @@ def vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, example_x: Records, ex
         clipped_sum = loop
     if clipped_sum.kind is None:
         _require_repeatable(net, sample_loss, passes)
+    _require_own_places(net, sample_loss, passes)
     return clipped_sum
 
 
@@ -185,7 +193,7 @@ def _refused_draws(clipped_sum: CheckedSum) -> str:
 def _vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> CheckedSum:
     params, kind = moved_parameters(net), None
     with suppress(Exception):  # a user's forward pass may raise anything under `vmap`
-        if sum(p.numel() for p in params.values()) <= _MOST_BY_VMAP:
+        if not unwraps(net, sample_loss) and sum(p.numel() for p in params.values()) <= _MOST_BY_VMAP:
             x, y = take(passes.examples, [0, *FEW_KINDS])
             VmapClippedSum(sample_loss, len(y))(params, x, y, ClipRequest(1.0))
             kind = functools.partial(_by_vmap, passes.padding)
@@ -200,7 +208,7 @@ def _drawing_nothing(net: nn.Module) -> Iterator[None]:
 
 
 def _by_vmap(padding: Batch, net: nn.Module, sample_loss: SampleLoss, size: int) -> VmapClippedSum:
-    return VmapClippedSum(sample_loss, size, padding)
+    return VmapClippedSum(sample_loss, size, padding, owners_of(net, sample_loss))
 
 
 def _kind_of(
@@ -218,18 +226,24 @@ def _kind_of(
             reference.row(0)
         except Exception:  # a device or loss without float64; any other error is raised again
             reference = of_dtype(torch.float32)
-        try:
-            reads = reads_of(reference.loss, *reference.example)
-        except Exception as error:  # a user's code may refuse to be watched
-            kind, cause = None, _first_line(error)
-        else:
-            kind, cause = _by_rules_if_right(reference, passes, reads)
+        kind, cause = None, code_of_users(net, sample_loss)
+        if not cause:
+            try:
+                reads = reads_of(reference.loss, *reference.example)
+            except Exception as error:  # a user's code may refuse to be watched
+                cause = _first_line(error)
+            else:
+                kind, cause = _by_rules_if_right(reference, passes, reads)
         if kind is not None:
             return kind, cause
         by_vmap = sum(p.numel() for p in reference.example[0].values()) <= _MOST_BY_VMAP
         try:
             vmap = VmapClippedSum(reference.loss, KINDS // 2)
-            by_vmap = by_vmap and reference.wrong_parameter(_rows(vmap, *reference.example)) is None
+            by_vmap = (
+                by_vmap
+                and not unwraps(net, sample_loss)
+                and reference.wrong_parameter(_rows(vmap, *reference.example)) is None
+            )
         except Exception:  # a user's forward pass may raise anything under `vmap`
             by_vmap = False
     if by_vmap:
@@ -345,6 +359,8 @@ def _changed_in_a_pass(
     a pass changes parameters or numbers that the model keeps, and what it raises in the loop.
     """
     params = moved_parameters(net) if reference is None else reference.example[0]
+    with tensors_restored(net):  # UserError if it leaves others in the places of parameters
+        sample_loss(params, *take(passes.examples, [0]))
     device, large = passes.examples[1].device, large_tensors(net).values()
     clipped_sum, drawn = LoopClippedSum(net, sample_loss), _generator_state(device)
 
@@ -387,6 +403,35 @@ def _still(net: nn.Module, passes: FixedPasses) -> Iterator[None]:
         return
     with generators_kept(net), ConstantDraws():
         yield
+
+
+def _require_own_places(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> None:
+    """Raise UserError if the model reads parameters elsewhere than in its modules, such as in a list or a closure.
+
+    There they would stay what they are at the start. They are filled with NaN meanwhile, which a gradient would show.
+    """
+    params, clipped_sum = moved_parameters(net), LoopClippedSum(net, sample_loss)
+    own = [p for p in net.parameters() if p.requires_grad]
+
+    def is_finite() -> bool:
+        x, y = take(passes.examples, [1])
+        with _drawing_nothing(net), _still(net, passes), one_thread_an_operator():
+            (grads,) = clipped_sum.each(params, x, y, ClipRequest(math.inf))
+        return all(bool(one.isfinite().all()) for one in grads)
+
+    usual, before = is_finite(), [p.detach().clone() for p in own]
+    try:
+        with torch.no_grad():
+            torch._foreach_mul_([p.data for p in own], math.nan)
+        finite = is_finite()
+    finally:
+        for p, values in zip(own, before, strict=True):
+            p.data.copy_(values)
+    if usual and not finite:
+        raise UserError(
+            "`model` must read its parameters where its modules hold them, got a gradient that depends on others. Look "
+            "for parameters in lists, dictionaries, closures or default arguments: use nn.ParameterList, or methods."
+        )
 
 
 def _require_repeatable(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> None:

@@ -50,7 +50,7 @@ from dpfl_lightning.privacy.clipping.reference import (
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
 from dpfl_lightning.privacy.clipping.stages import computed_as_one, replaced_forwards, stages_of
-from dpfl_lightning.privacy.clipping.stateless import further_names
+from dpfl_lightning.privacy.clipping.stateless import Held, further_names
 
 LayerBackward = Callable[[Tensor, tuple[bool, ...]], tuple[Tensor | None, ...]]  # dy, which inputs need one -> their dx
 
@@ -148,7 +148,7 @@ class FastClippedSum:
         require(size >= 1, "size", "be at least 1 record", size)
         self.size, self.padding, self.reads = size, padding, reads
         self._sample_loss = fixed(sample_loss or cross_entropy_of(net), reads)
-        self.net, self.loose, self._plan = net, frozenset(loose), plan
+        self.net, self.loose, self._plan, self._held = net, frozenset(loose), plan, Held(net)
         self.units_of = dict(units_of(net, self.loose))
         covered = {full for unit in self.units_of.values() for full in unit.names.values()}
         self._known = {name for name, p in net.named_parameters() if p.requires_grad}
@@ -293,11 +293,15 @@ class FastClippedSum:
         """
         rows = len(y) * rows_each(x)
         watch.begin(count * rows_each(x))
-        losses = self._watched_losses(watch, params, x, y)
-        if losses.shape != (len(y),):
-            raise Unsupported(f"sample_loss returns shape {tuple(losses.shape)} for {len(y)} records")
-        outputs: list[Any] = [*watch.edges.values(), *watch.anchors] or [watch.anchor]
-        grads = torch.autograd.grad(losses, outputs, torch.ones_like(losses), allow_unused=True)
+
+        def gradients() -> Sequence[Tensor | None]:
+            losses = self._watched_losses(watch, params, x, y)
+            if losses.shape != (len(y),):
+                raise Unsupported(f"sample_loss returns shape {tuple(losses.shape)} for {len(y)} records")
+            outputs: list[Any] = [*watch.edges.values(), *watch.anchors] or [watch.anchor]
+            return torch.autograd.grad(losses, outputs, torch.ones_like(losses), allow_unused=True)
+
+        grads = self._held.run(params, gradients)
         watch.dys.update({name: dy for name, dy in zip(watch.edges, grads, strict=False) if dy is not None})
         for name, call in watch.calls.items():
             dy = [watch.dys[name]] if name in watch.dys else []

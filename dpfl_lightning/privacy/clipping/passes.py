@@ -129,6 +129,11 @@ def checksums(rows: Tensor) -> Tensor:
     return rows.contiguous().view(len(rows), -1).view(kinds[rows.element_size()]).sum(dim=1, dtype=torch.int64)
 
 
+def checksum(tensor: Tensor) -> int:
+    """Return a whole number that tells whether bits of a tensor differ."""
+    return int(checksums(tensor.detach().reshape(1, -1))) if tensor.numel() else 0
+
+
 class FixedPasses:
     """The size of passes that a computation may use on this machine, found on first use.
 

@@ -6,23 +6,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.kernels.float64_sums import kept, one_hot, row_norms, summing_dtype
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
-from dpfl_lightning.privacy.clipping.passes import Batch, checksums, passes
+from dpfl_lightning.privacy.clipping.passes import Batch, checksum, checksums, passes
 from dpfl_lightning.privacy.clipping.state import is_large, tensors_restored
-from dpfl_lightning.privacy.clipping.stateless import call, further_names
+from dpfl_lightning.privacy.clipping.stateless import Held, call, further_names
+from dpfl_lightning.privacy.clipping.watched import Watch, WatchedCalls
 
 Params = Mapping[str, Tensor]
 SampleLoss = Callable[[Params, Inputs, Tensor], Tensor]
@@ -147,24 +147,27 @@ def require_proved(records: int, size: int, terms: int = 1) -> None:
     require(rounding <= SUM_ROUNDING, "batch", must, records)
 
 
-class _StatesOfRecords(TorchFunctionMode):
-    """Gives every record its own initial state of recurrent layers, which torch's kernels need under `vmap`."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu) and isinstance(args[2], (list, tuple)):
-            x, states, *rest = args  # `args[2]` are the weights: there are no packed sequences
-            zero = x.new_zeros(())
-            states = [state + zero for state in states] if isinstance(states, (list, tuple)) else states + zero
-            args = (x, states, *rest)
-        return func(*args, **(kwargs or {}))
+def owners_of(net: nn.Module, sample_loss: SampleLoss) -> list[object]:
+    """Return what of a user takes part in a pass, and might keep something of it: the model, and a loss of its own."""
+    model = getattr(sample_loss, "__self__", None)
+    given = (getattr(model, "given_loss", None), getattr(model, "given_output", None)) if model else (sample_loss,)
+    return [net, *(one for one in given if one is not None)]
 
 
-def record_gradients(sample_loss: SampleLoss) -> Callable[[Params, Inputs, Tensor], dict[str, Tensor]]:
-    """Return a function for every record's gradient by parameter name, `[B, *shape]`: `vmap(grad(sample_loss))`."""
+def record_gradients(
+    sample_loss: SampleLoss, watch: WatchedCalls | None = None
+) -> Callable[[Params, Inputs, Tensor], dict[str, Tensor]]:
+    """Return a function for every record's gradient by parameter name, `[B, *shape]`: `vmap(grad(sample_loss))`.
+
+    The function raises LeftVmap if the model calls what may see all records of a pass.
+    """
+    watch = watch or WatchedCalls(under_vmap=True)
 
     def one_loss(params: Params, x: Inputs, y: Tensor) -> Tensor:
-        with _StatesOfRecords():
-            losses = sample_loss(params, take(x, None), y[None])
+        one_x, one_y = take(x, None), y[None]
+        watch.note(one_x, one_y)
+        with watch:
+            losses = sample_loss(params, one_x, one_y)
         _require_one_loss(losses)
         return losses[0]
 
@@ -175,7 +178,8 @@ class VmapClippedSum:
     """A `ClippedSum` by `vmap(grad(sample_loss))`, for models that no fast rule covers, in passes of `size` records.
 
     Under `vmap` the model sees batches of one record, so no record can influence another record's gradient, whatever it
-    computes. `padding` `[1, ...]` fills up the last pass (None: a record of the batch, for tests).
+    computes; LeftVmap is raised for what may see more, and UserError if something of `owners` keeps anything of a pass.
+    `padding` `[1, ...]` fills up the last pass (None: a record of the batch, for tests).
 
     >>> net = nn.Linear(2, 2, bias=False)
     >>> params, x, y = {"weight": torch.zeros(2, 2)}, torch.tensor([[3.0, 4.0]]), torch.tensor([0])
@@ -183,16 +187,24 @@ class VmapClippedSum:
     tensor([[-1.5000, -2.0000,  1.5000,  2.0000]], dtype=torch.float64)
     """
 
-    def __init__(self, sample_loss: SampleLoss, size: int = DEFAULT_SIZE, padding: Batch | None = None) -> None:
+    def __init__(
+        self,
+        sample_loss: SampleLoss,
+        size: int = DEFAULT_SIZE,
+        padding: Batch | None = None,
+        owners: Sequence[object] = (),
+    ) -> None:
         require(size >= 1, "size", "be at least 1 record", size)
         self.size, self.padding = size, padding
-        self._grads = record_gradients(sample_loss)
+        self._watch = Watch(owners, under_vmap=True)
+        self._grads = record_gradients(sample_loss, self._watch.calls)
 
     def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         require_proved(len(y), self.size)
         params = {name: p.detach() for name, p in params.items()}
         wanted, norms = request.chosen(params), [torch.empty(0, device=y.device)]
         total = request.zeros(wanted)
+        self._watch.begin()
         for rows, some_x, some_y in passes(x, y, self.size, self.padding):
             whole = self._measured(params, wanted, some_x, some_y, request.order)
             grads, norm = (part[: rows.stop - rows.start] for part in whole)
@@ -205,17 +217,19 @@ class VmapClippedSum:
     def _measured(self, params: Params, wanted: Params, x: Inputs, y: Tensor, order: int = 2) -> tuple[Tensor, Tensor]:
         """Return gradients `[size, P]` and norms `[size]` of a whole pass: a GPU adds by the number of rows."""
         by_name = self._grads(params, x, y)
+        self._watch.check()
         grads = torch.cat([by_name[name].reshape(len(y), -1) for name in wanted], dim=1)
         grads = grads.to(summing_dtype(grads))
         return grads, row_norms(grads, order)
 
     def evidence(self, params: Params, x: Inputs, y: Tensor, count: int) -> list[Tensor]:
         """Return what tells whether bits of a record's gradient differ, `[count]` each, for one pass."""
+        self._watch.begin()
         grads, norms = self._measured(params, params, x, y)
         return [norms[:count], checksums(grads[:count])]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> VmapClippedSum:
-        return VmapClippedSum(sample_loss, self.size, self.padding)
+        return VmapClippedSum(sample_loss, self.size, self.padding, owners_of(net, sample_loss))
 
     def enter(self, x: Inputs) -> Inputs:
         return x
@@ -225,11 +239,12 @@ class LoopClippedSum:
     """The reference `ClippedSum`: plain autograd, one record at a time, each a copy.
 
     It computes what neither rules nor `vmap` can, such as packed sequences, and what decides by the content of a batch.
-    What `net` keeps in tensors is restored after every record. Raises UserError if it changes its parameters.
+    What `net` keeps in tensors is restored after every record. Raises UserError if it changes its parameters, or keeps
+    anything else of a record. Parameters are in their places until the backward pass is over.
     """
 
     def __init__(self, net: nn.Module, sample_loss: SampleLoss) -> None:
-        self._net, self._sample_loss = net, sample_loss
+        self._net, self._sample_loss, self._held = net, sample_loss, Held(net)
         self.restored: list[str] = []  # what the last pass changed
 
     @torch.no_grad()  # except for the losses
@@ -251,28 +266,37 @@ class LoopClippedSum:
     @torch.no_grad()
     def each(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> Iterator[list[Tensor]]:
         """Yield the gradients `[p]` of each record, without clipping, by the parameters that are asked for."""
-        leaves = {name: p.detach() if is_large(p) else p.detach().clone() for name, p in params.items()}
-        for leaf in leaves.values():
-            leaf.requires_grad_()
-        versions = {name: leaf._version for name, leaf in leaves.items()}
         advice = "Counters and averages would tell how many records there were."
+        must = "leave its parameters as they are in a pass"
+        watch = Watch(owners_of(self._net, self._sample_loss), under_vmap=False)
+        watch.begin()
         with tensors_restored(self._net) as restore:
             for _, x_one, y_one in passes(x, y, 1):
-                grads = self._gradients(leaves, request.chosen(leaves), x_one, y_one)
+                copies = {name: p if is_large(p) else p.clone() for name, p in params.items()}
+                leaves = {name: p.detach().requires_grad_() for name, p in copies.items()}
+                before = {name: (leaf._version, checksum(leaf)) for name, leaf in leaves.items()}
+                grads = self._gradients(leaves, request.chosen(leaves), x_one, y_one, watch)
                 self.restored = restore()
-                changed = [name for name, leaf in leaves.items() if leaf._version != versions[name]]
-                require(not changed, "model", "leave its parameters as they are in a pass", ", ".join(changed), advice)
+                changed = [name for name, leaf in leaves.items() if before[name] != (leaf._version, checksum(leaf))]
+                require(not changed, "model", must, ", ".join(changed), advice)
+                watch.check()
                 yield grads
 
     @torch.enable_grad()
-    def _gradients(self, leaves: Params, wanted: Params, x: Inputs, y: Tensor) -> list[Tensor]:
+    def _gradients(self, leaves: Params, wanted: Params, x: Inputs, y: Tensor, watch: Watch) -> list[Tensor]:
         """Return the gradient of the loss of one record, `[p]` for each parameter."""
-        losses = self._sample_loss(leaves, x, y)
-        _require_one_loss(losses)
-        if not losses.requires_grad:  # the model decides by content that nothing depends on the parameters
-            return [torch.zeros_like(p).reshape(-1) for p in wanted.values()]
-        grads = torch.autograd.grad(losses[0], [*wanted.values()], allow_unused=True, materialize_grads=True)
-        return [one.to_dense().reshape(-1) for one in grads]
+        x, y = take((x, y), slice(None))  # tensors that only the model holds
+        watch.enter(x, y)
+
+        def gradients() -> Sequence[Tensor]:
+            with watch.calls:
+                losses = self._sample_loss(leaves, x, y)
+            _require_one_loss(losses)
+            if not losses.requires_grad:  # the model decides by content that nothing depends on the parameters
+                return [torch.zeros_like(p) for p in wanted.values()]
+            return torch.autograd.grad(losses[0], [*wanted.values()], allow_unused=True, materialize_grads=True)
+
+        return [one.to_dense().reshape(-1) for one in self._held.run(leaves, gradients)]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> LoopClippedSum:
         return LoopClippedSum(net, sample_loss)

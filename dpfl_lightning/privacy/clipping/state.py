@@ -6,7 +6,7 @@ import itertools
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
@@ -114,6 +114,69 @@ def contents(net: nn.Module, shared: Iterable[Tensor] = ()) -> dict[str, object]
         for key, value in {**_of_class(type(part), seen), **part._parameters, **part._buffers, **vars(part)}.items()
         if key not in ("_parameters", "_buffers", "_modules")
     }
+
+
+class Kept:
+    """What models, losses and functions keep now, to find out whether a pass changes it.
+
+    Of torch's own layers only attributes and small buffers are compared: their code keeps nothing, and a user's
+    code that sets an attribute of theirs is noticed. Parameters, and large buffers, count by their version.
+    """
+
+    def __init__(self, owners: Sequence[object]) -> None:
+        self._owners = owners
+        self._before = self._now()
+
+    def changed(self) -> list[str]:
+        """Return the names of what is kept otherwise than at first."""
+        after = self._now()
+        return [name for name in {**self._before, **after} if not _alike(self._before.get(name), after.get(name))]
+
+    def _now(self) -> dict[str, object]:
+        parts = [
+            (name, part)
+            for owner in self._owners
+            for name, part in (owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)])
+        ]
+        modules = [part for _, part in parts if isinstance(part, nn.Module)]
+        seen: dict[int, Any] = {id(one): one for part in modules for one in (part, *_large(part))}
+        found: dict[str, object] = {}
+        for name, part in parts:
+            if not isinstance(part, nn.Module):
+                found[getattr(part, "__name__", type(part).__name__)] = _content(part, seen)
+                continue
+            prefix = f"{name}." if name else ""
+            found |= {f"{prefix}{key}": _content(one, seen) for key, one in part._buffers.items() if one is not None}
+            if type(part).__module__.startswith("torch.nn.modules."):
+                found[f"{prefix}attributes"] = [
+                    one for one in vars(part).items() if not one[0].startswith("_flat_weight")
+                ]
+                hooks = {key: one for key, one in vars(part).items() if key.endswith("_hooks") and one}
+                found |= {f"{prefix}{key}": _content(one, seen) for key, one in hooks.items()}
+            else:
+                of_class = _of_class(type(part), seen)
+                attributes = {key: one for key, one in vars(part).items() if key not in _OF_TORCH}
+                found |= {f"{prefix}{key}": _content(one, seen) for key, one in {**of_class, **attributes}.items()}
+        return found
+
+
+_OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+def _large(part: nn.Module) -> list[Tensor]:
+    parameters = (one for one in part._parameters.values() if one is not None)
+    return [*parameters, *(one for one in part._buffers.values() if one is not None and is_large(one))]
+
+
+def _alike(before: object, after: object) -> bool:
+    """Return whether contents, or attributes with their names, are the same; objects if they are identical."""
+    if not isinstance(before, list) or not isinstance(after, list):
+        return before == after
+    plain = (bool, int, float, str, tuple, type(None))
+    return len(before) == len(after) and all(
+        name == other and (one is two or (isinstance(one, plain) and type(one) is type(two) and one == two))
+        for (name, one), (other, two) in zip(before, after, strict=True)
+    )
 
 
 def _content(value: Any, seen: dict[int, Any]) -> object:

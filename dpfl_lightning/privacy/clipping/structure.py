@@ -1,0 +1,158 @@
+"""Models whose code is known, so that no record sees another one of a batch, whatever the weights are.
+
+All other code may decide by weights, which the server chooses, and no trial shows what it does with the next ones: it
+gets one record at a time, under `vmap` or in a loop.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dpfl_lightning.privacy.clipping.reference import SampleLoss
+
+_MODULES = """
+    Identity Sequential ModuleList ModuleDict ParameterList ParameterDict Flatten Unflatten
+    Linear Bilinear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d Embedding
+    LayerNorm GroupNorm RMSNorm LocalResponseNorm InstanceNorm1d InstanceNorm2d InstanceNorm3d
+    BatchNorm1d BatchNorm2d BatchNorm3d RNN GRU LSTM MultiheadAttention TransformerEncoder TransformerEncoderLayer
+    CELU ELU GELU GLU Hardshrink Hardsigmoid Hardswish Hardtanh LeakyReLU LogSigmoid LogSoftmax Mish PReLU ReLU ReLU6
+    RReLU SELU SiLU Sigmoid Softmax Softmax2d Softmin Softplus Softshrink Softsign Tanh Tanhshrink Threshold
+    Dropout Dropout1d Dropout2d Dropout3d AlphaDropout FeatureAlphaDropout
+    MaxPool1d MaxPool2d MaxPool3d AvgPool1d AvgPool2d AvgPool3d LPPool1d LPPool2d LPPool3d
+    AdaptiveMaxPool1d AdaptiveMaxPool2d AdaptiveMaxPool3d AdaptiveAvgPool1d AdaptiveAvgPool2d AdaptiveAvgPool3d
+    ConstantPad1d ConstantPad2d ConstantPad3d ZeroPad1d ZeroPad2d ZeroPad3d ReflectionPad1d ReflectionPad2d
+    ReflectionPad3d ReplicationPad1d ReplicationPad2d ReplicationPad3d CircularPad1d CircularPad2d CircularPad3d
+    Upsample UpsamplingNearest2d UpsamplingBilinear2d PixelShuffle PixelUnshuffle ChannelShuffle Fold Unfold
+"""
+#: layers of torch, in the versions that the constraints allow; BatchNorm only with frozen statistics (`check_net`)
+LAYERS: frozenset[type[nn.Module]] = frozenset(getattr(nn, name) for name in _MODULES.split())
+#: losses of torch that give one number for each record with reduction="none"
+LOSSES: frozenset[type[nn.Module]] = frozenset(
+    {nn.BCELoss, nn.BCEWithLogitsLoss, nn.CrossEntropyLoss, nn.GaussianNLLLoss, nn.HuberLoss, nn.KLDivLoss, nn.L1Loss}
+    | {nn.MSELoss, nn.MultiLabelSoftMarginLoss, nn.MultiMarginLoss, nn.NLLLoss, nn.PoissonNLLLoss, nn.SmoothL1Loss}
+    | {nn.SoftMarginLoss}
+)
+#: classes of libraries whose `forward` was read: module -> (version that was read, names of classes)
+READ: dict[str, tuple[str, frozenset[str]]] = {
+    "dpfl_lightning.models.nets": ("", frozenset({"BasicBlock", "InputTransform", "PersonalInput"})),
+}
+_FUNCTIONS = frozenset({F.relu, F.gelu, torch.relu})  # activations that a layer is given
+
+
+def code_of_users(net: nn.Module, sample_loss: SampleLoss | None) -> str:
+    """Return what of a model or its loss runs code that nobody has read, in words; "" if there is none.
+
+    Types have to match exactly: a subclass, a hook, a parametrization or another `forward` of an instance is such code.
+    """
+    for name, part in net.named_modules():
+        if not (_is_known(part) and _is_plain(part)):
+            return f"`{name or 'net'}` ({type(part).__name__}) has a forward pass of its own"
+    of_model = getattr(sample_loss, "__self__", None)
+    if sample_loss is None or getattr(of_model, "loss_is_known", False):
+        return ""
+    return "the loss has code of its own"
+
+
+def is_known_loss(loss: object) -> bool:
+    """Return whether a loss is none, or one of torch's with reduction="none"."""
+    plain = isinstance(loss, nn.Module) and type(loss) in LOSSES and _is_plain(loss)
+    return loss is None or (plain and getattr(loss, "reduction", "") == "none")
+
+
+def _is_known(part: nn.Module) -> bool:
+    kind = type(part)
+    if kind in LAYERS:
+        given = vars(part).get("activation")
+        return given is None or given in _FUNCTIONS
+    version, names = READ.get(kind.__module__, ("", frozenset()))
+    return kind.__name__ in names and (not version or _version_of(kind) == version)
+
+
+def _version_of(kind: type) -> str:
+    return str(getattr(importlib.import_module(kind.__module__.partition(".")[0]), "__version__", ""))
+
+
+def _is_plain(part: nn.Module) -> bool:
+    """Return whether a module has no hooks, no method of its own instance, and tensors of torch's own types."""
+    hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
+    replaced = any(inspect.isfunction(getattr(type(part), name, None)) for name in vars(part))
+    tensors = (one for one in (*part._parameters.values(), *part._buffers.values()) if one is not None)
+    return not (any(hooks) or replaced) and all(type(one) in (Tensor, nn.Parameter) for one in tensors)
+
+
+def unwraps(net: nn.Module, sample_loss: SampleLoss | None) -> str:
+    """Return the name of a function of a user that refers to torch's internals of `vmap`, by which it would see all
+    records of a pass; "" if there is none. Code that hides it is not found.
+    """
+    owner = getattr(sample_loss, "__self__", None)
+    given = [getattr(owner, name, None) for name in ("given_loss", "given_output")] if owner else [sample_loss]
+    parts = [*net.modules(), *(part for one in given if isinstance(one, nn.Module) for part in one.modules())]
+    waiting: list[Any] = [one for part in parts for one in (*type(part).__mro__, *vars(part).values())]
+    waiting += [one for one in given if one is not None and not isinstance(one, nn.Module)]
+    seen = set[int]()
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or not _is_users(one):
+            continue
+        seen.add(id(one))
+        if isinstance(one, type):
+            waiting += vars(one).values()
+            continue
+        for function in _functions_of(one):
+            referred = [*_referred(function)]
+            if any(_is_internal(value) for value in referred) or _INTERNAL & {*_names(function.__code__)}:
+                return function.__qualname__
+            waiting += referred
+    return ""
+
+
+_INTERNAL = frozenset({"_functorch", "get_unwrapped"})
+_LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "numpy", "builtins", "dpfl_lightning"})
+
+
+def _is_users(value: Any) -> bool:
+    if not isinstance(value, type | types.FunctionType | types.MethodType | staticmethod | classmethod | property):
+        return False
+    owner = getattr(value, "fget", value) if isinstance(value, property) else value
+    return str(getattr(owner, "__module__", "")).partition(".")[0] not in _LIBRARIES
+
+
+def _functions_of(value: Any) -> Iterator[types.FunctionType]:
+    candidates: Iterable[Any] = (value,)
+    if isinstance(value, property):
+        candidates = (value.fget, value.fset)
+    elif isinstance(value, types.MethodType | staticmethod | classmethod):
+        candidates = (value.__func__,)
+    yield from (one for one in candidates if isinstance(one, types.FunctionType))
+
+
+def _referred(function: Callable[..., Any]) -> Iterator[Any]:
+    """Yield what the names in the code of a function stand for, its defaults, and what it closes over."""
+    names, module = {*_names(function.__code__)}, function.__globals__
+    yield from (module[name] for name in names if name in module)
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it is empty
+            continue
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _is_internal(value: Any) -> bool:
+    name = value.__name__ if isinstance(value, types.ModuleType) else str(getattr(value, "__module__", ""))
+    return name.startswith(("torch._C._functorch", "torch._functorch"))

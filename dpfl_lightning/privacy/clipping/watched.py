@@ -1,0 +1,121 @@
+"""Passes of a user's code over single records, of which nothing may stay for the next one.
+
+A tensor that is kept, or a number of passes, would bring other records into a later pass. A pass under `vmap` is also
+left by what knows all of its records: an operator, or a function of autograd, with a rule for `vmap` of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.autograd_function import custom_function_call
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.privacy.clipping.inputs import Inputs
+from dpfl_lightning.privacy.clipping.state import Kept
+
+_RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+_TORCHS = frozenset({"aten", "prims", "prim"})  # namespaces of operators
+
+
+class LeftVmap(Exception):
+    """Code that runs under `vmap` calls what may see all records of the pass."""
+
+
+class WatchedCalls(TorchFunctionMode):
+    """Notes the tensors that a user's code makes; within `vmap` raises LeftVmap for what sees more than one record.
+
+    There it also gives every record its own initial state of recurrent layers, which torch's kernels need.
+    """
+
+    def __init__(self, under_vmap: bool) -> None:
+        super().__init__()
+        self._under_vmap = under_vmap
+        self._made: list[weakref.ref[Tensor]] = []
+
+    def note(self, *values: Any) -> None:
+        self._made += [weakref.ref(one) for one in tree_leaves(values) if isinstance(one, Tensor)]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._under_vmap:
+            _require_inside(func, args)
+            if func in _RECURRENT and isinstance(args[2], (list, tuple)):
+                args = _with_own_states(*args)
+        found = func(*args, **kwargs)
+        for one in (found,) if isinstance(found, Tensor) else found if isinstance(found, tuple | list) else ():
+            if isinstance(one, Tensor) and self._is_new(one, (*args, *kwargs.values())):
+                self._made.append(weakref.ref(one))
+        return found
+
+    def _is_new(self, found: Tensor, args: tuple[Any, ...]) -> bool:
+        """Return whether an operator has made a tensor: it may also return an argument, such as a buffer."""
+        if self._under_vmap:
+            return torch._C._functorch.is_functorch_wrapped_tensor(found)
+        return not isinstance(found, nn.Parameter) and not any(found is one for one in args)
+
+    def kept(self) -> bool:
+        """Return whether a noted tensor is still alive, and forget them."""
+        alive = any(one() is not None for one in self._made)
+        if alive:  # perhaps in a cycle of references
+            gc.collect()
+            alive = any(one() is not None for one in self._made)
+        self._made.clear()
+        return alive
+
+
+def _require_inside(func: Any, args: Any) -> None:
+    own_rule = func is custom_function_call and args[0].vmap is not torch.autograd.Function.vmap
+    if own_rule:
+        raise LeftVmap(f"`{args[0].__name__}` has a rule for vmap of its own")
+    if isinstance(func, OpOverload | OpOverloadPacket):
+        packet = func.overloadpacket if isinstance(func, OpOverload) else func
+        name = packet._qualified_op_name
+        if name.partition("::")[0] not in _TORCHS:
+            raise LeftVmap(f"`{name}` is an operator that is not torch's")
+
+
+def _with_own_states(x: Tensor, states: Any, *rest: Any) -> tuple[Any, ...]:
+    """Return the arguments of a recurrent layer; the first of `rest` are the weights: there are no packed sequences."""
+    zero = x.new_zeros(())
+    own = [state + zero for state in states] if isinstance(states, (list, tuple)) else states + zero
+    return x, own, *rest
+
+
+class Watch:
+    """The passes of one computation, after each of which `check` finds out whether a user's code kept something.
+
+    `owners` are the model and what else of a user takes part, such as a loss.
+    """
+
+    def __init__(self, owners: Sequence[object], under_vmap: bool) -> None:
+        self._owners = owners
+        self._before: Kept | None = None
+        self.calls = WatchedCalls(under_vmap)
+
+    def begin(self) -> None:
+        """Note what is kept before the first pass of a computation: between two, other code may change a model."""
+        self._before = Kept(self._owners)
+
+    def enter(self, x: Inputs, y: Tensor) -> None:
+        """Note the tensors that a pass gets."""
+        self.calls.note(x, y)
+
+    def check(self) -> None:
+        """Raise UserError if something stays of the last pass. Nothing of it may be held by the caller any more."""
+        assert self._before is not None
+        changed = self._before.changed()
+        if self.calls.kept() or changed:
+            what = ", ".join(f"`{name}`" for name in changed) or "a tensor of a pass"
+            raise UserError(
+                f"`model` must keep nothing of a pass for the next one, got {what}. Remove attributes, caches, lists "
+                "and counters that a pass fills: they would bring a record into the gradients of others."
+            )
