@@ -5,18 +5,21 @@ import json
 import multiprocessing
 import shutil
 import stat
+import struct
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import blobs, break_off, small_loop
+from conftest import blobs, break_off, small_loop, small_net
 from dp_accounting import dp_event, pld
 
 from dpfl_lightning.account import main
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.data import Population
+from dpfl_lightning.data import Population, load
 from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.joint import RenyiFilter, joint_bounds, relation_of_all
@@ -164,6 +167,24 @@ def test_public_data_simulations_and_null_are_not_charged(tmp_path, monkeypatch)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     for path in (tmp_path / "own").iterdir():
         assert b"sketches" not in path.read_bytes(), "no run folder holds the account"
+
+
+def test_own_files_under_a_public_name_are_charged(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFL_ACCOUNT", str(tmp_path / "users.jsonl"))
+    for part, count in (("train", 60), ("t10k", 8)):
+        pixels = np.random.default_rng(0).integers(0, 256, count * 28 * 28, dtype=np.uint8).tobytes()
+        header = struct.pack(">HBBIII", 0, 8, 3, count, 28, 28)
+        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(header + pixels)
+        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">HBBI", 0, 8, 1, count) + bytes(count))
+    with pytest.warns(UserNotice, match="charged to the account"):
+        data = load("mnist", str(tmp_path))
+    new_net = lambda seed: torch.nn.Sequential(torch.nn.Flatten(), small_net(784, 10, seed))  # noqa: E731
+    options = {"new_net": new_net, "output_dir": tmp_path / "run", "clients": ClientOptions(batch_size=16)}
+    options["privacy"] = PrivacyOptions(epsilon=2.0, delta=DELTA)
+    population = Population.partitioned(data, num_clients=2)
+    loop = small_loop(population, ClientModule(new_net(0)), **options)
+    assert loop.run().guarantee.together.epsilon > 0
+    assert [one.names for one in PrivacyAccount(tmp_path / "users.jsonl").holders()] == [(NAMELESS,)]
 
 
 def test_a_limit_refuses_a_run_before_it_begins_and_a_charge_before_it_is_made(runs, tmp_path):
