@@ -64,7 +64,8 @@ class DataOptions(Section, section="data"):
 
     Args:
         name: data set; digits and diabetes (a regression) need no download. null with class_path.
-        folder: folder with the files of the data set; null uses the system's package or the cache.
+        folder: folder with the files of the data set; null uses the system's package or the cache. Files without the
+            published digests are records of your own, see privacy.account.
         download: download missing files and verify their checksum.
         records_per_client: number of training records of each client; null distributes all records.
         records_per_person: simulated persons: each client's records are grouped at random, this many a person; null

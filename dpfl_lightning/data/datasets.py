@@ -1,7 +1,7 @@
 """Public data sets as normalised tensors, by name."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpfl_lightning.data.formats import Raw, check_labels
 from dpfl_lightning.data.sources import SOURCES, find
-from dpfl_lightning.errors import require, require_one_of
+from dpfl_lightning.errors import require, require_one_of, warn_user
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Dataset:
     """A public data set: `x` [n, *X] float32, normalised; `y` [n] int64, or float32 for a regression (1 class).
 
     `origin` holds public facts for JSON: the name, the licence, and the constants of x = (raw / scale - mean) / std. It
-    is empty if x was not made like this.
+    is empty for other records, also for files with other digests than the published ones: runs charge the account.
     """
 
     name: str
@@ -59,7 +59,7 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
     Args:
         name: a name in `SOURCES` or `BUILT_IN`; the latter need no files.
         folder: folder of the files, or its parent if the folder is called `name`. None: the system's package, or the
-            cache.
+            cache. Files without the published digests count as your own records, with a warning.
         download: whether to download missing files; False never opens a connection.
 
     Raises:
@@ -77,7 +77,14 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
     raw = source.layout.read(place)
     check_labels(raw, source.num_classes, place)
     origin = {"name": name, "licence": source.licence, "scale": 255, "mean": source.mean, "std": source.std}
-    return _normalised(raw, source.num_classes, origin)
+    data = _normalised(raw, source.num_classes, origin)
+    if not (differing := source.differing(place)):
+        return data
+    warn_user(
+        f"{place} does not hold {name} as published (SHA-256 of {', '.join(differing)}): its records count as "
+        "your own, so that runs are charged to the account (privacy.account)"
+    )
+    return replace(data, origin={})
 
 
 def _normalised(raw: Raw, num_classes: int, origin: Mapping[str, Any]) -> Dataset:

@@ -1,5 +1,6 @@
 """File formats of public data sets: each file is checked by its structure and never unpickled."""
 
+import hashlib
 import io
 import math
 import struct
@@ -36,6 +37,11 @@ class IdxFiles:
             require(images.shape[1:] == (28, 28), str(path), "hold images of 28 x 28 pixels", images.shape[1:])
             require(len(images) == len(labels), str(path), f"hold {len(labels)} images, one per label", len(images))
         return x[:, None], y, test_x[:, None], test_y
+
+    def digests(self, folder: Path) -> dict[str, str]:
+        """Return the SHA-256 of what `read` reads, of the content of gzip files."""
+        paths = {stem: self._path(folder, stem) or folder / stem for stem in self.stems}
+        return {stem: hashlib.sha256(content_of(path)).hexdigest() for stem, path in paths.items()}
 
     @staticmethod
     def _path(folder: Path, stem: str) -> Path | None:
@@ -85,6 +91,12 @@ class CifarFiles:
         train = [self._records(*content[name]) for name in self.train]
         x, y = map(np.concatenate, zip(*train, strict=True))
         return x, y, *self._records(*content[self.test])
+
+    def digests(self, folder: Path) -> dict[str, str]:
+        """Return the SHA-256 of the archive; none of unpacked files, because only that of the archive is published."""
+        if self._unpacked(folder) is not None:
+            return {}
+        return {self.archive: hashlib.sha256((folder / self.archive).read_bytes()).hexdigest()}
 
     @property
     def files(self) -> tuple[str, ...]:

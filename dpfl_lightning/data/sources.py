@@ -67,12 +67,14 @@ def _run(*argv: str, cwd: str) -> None:
 class Source:
     """A data set: its published files with their SHA-256, and addresses (`mirrors`) that hold all of them.
 
-    `mean` is subtracted from values in [0, 1], for every channel; the divisor `std` follows. `licence` is that of the
-    records, "not stated" if its publishers name none.
+    Files are public if `layout.digests` of them is `digests`; those of IDX files are of uncompressed content. `mean` is
+    subtracted from values in [0, 1], for every channel; the divisor `std` follows. `licence` is that of the records,
+    "not stated" if its publishers name none.
     """
 
     layout: IdxFiles | CifarFiles
     sha256_of: Mapping[str, str]
+    digests: Mapping[str, str]
     mirrors: tuple[str, ...]
     num_classes: int = 10
     mean: float = 0.5
@@ -80,12 +82,31 @@ class Source:
     licence: str = "not stated"
     package: DebianPackage | None = None
 
+    def differing(self, folder: Path) -> list[str]:
+        """Return which files of a folder are not known to be the published ones."""
+        found = self.layout.digests(folder)
+        return [name for name, digest in self.digests.items() if found.get(name) != digest]
+
 
 _MNIST_FILES = tuple(f"{stem}.gz" for stem in IdxFiles.stems)
 
 
+_FASHION_CONTENT = (
+    "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888 "
+    "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9 "
+    "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b "
+    "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"
+)
+_CIFAR_10 = {"cifar-10-binary.tar.gz": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"}
+_CIFAR_100 = {"cifar-100-binary.tar.gz": "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"}
+
+
 def _files(digests: str) -> Mapping[str, str]:
     return dict(zip(_MNIST_FILES, digests.split(), strict=True))
+
+
+def _contents(digests: str) -> Mapping[str, str]:
+    return dict(zip(IdxFiles.stems, digests.split(), strict=True))
 
 
 SOURCES: Mapping[str, Source] = {
@@ -100,16 +121,12 @@ SOURCES: Mapping[str, Source] = {
             "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073 "
             "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"
         ),
+        digests=_contents(_FASHION_CONTENT),
         mirrors=("https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",),
         package=DebianPackage(
             name="dataset-fashion-mnist",
             folder="/usr/share/datasets/fashion-mnist",
-            content_sha256_of=_files(
-                "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888 "
-                "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9 "
-                "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b "
-                "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34"
-            ),
+            content_sha256_of=_files(_FASHION_CONTENT),
         ),
     ),
     "mnist": Source(
@@ -122,6 +139,12 @@ SOURCES: Mapping[str, Source] = {
             "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c "
             "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6 "
             "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"
+        ),
+        digests=_contents(
+            "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db "
+            "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5 "
+            "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7 "
+            "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"
         ),
         mirrors=(
             "https://ossci-datasets.s3.amazonaws.com/mnist/",
@@ -136,13 +159,15 @@ SOURCES: Mapping[str, Source] = {
             test="test_batch.bin",
             label_bytes=1,
         ),
-        sha256_of={"cifar-10-binary.tar.gz": "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"},
+        sha256_of=_CIFAR_10,
+        digests=_CIFAR_10,
         mirrors=("https://www.cs.toronto.edu/~kriz/",),
     ),
     "cifar100": Source(
         layout=CifarFiles("cifar-100-binary.tar.gz", "cifar-100-binary", ("train.bin",), "test.bin", label_bytes=2),
         num_classes=100,
-        sha256_of={"cifar-100-binary.tar.gz": "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"},
+        sha256_of=_CIFAR_100,
+        digests=_CIFAR_100,
         mirrors=("https://www.cs.toronto.edu/~kriz/",),
     ),
 }

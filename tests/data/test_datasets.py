@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from dpfl_lightning.data import formats, load, sources
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, UserNotice
 
 TRAIN_X, TRAIN_Y, TEST_X, TEST_Y = formats.IdxFiles.stems
 
@@ -115,6 +115,44 @@ def test_cifar_files_are_read_and_normalised(tmp_path, name, label, parts, form)
     assert set(data.y.tolist()) == {label}
     first = np.frombuffer(files[layout.train[0]], np.uint8)[layout.label_bytes :][:3072].reshape(3, 32, 32)
     np.testing.assert_allclose(data.x[0].numpy(), (first / 255 - 0.5) / 0.5, rtol=0, atol=1e-6)
+
+
+def published(monkeypatch, name: str, digests: dict[str, str]) -> None:
+    monkeypatch.setitem(sources.SOURCES, name, replace(sources.SOURCES[name], digests=digests))
+
+
+@pytest.mark.parametrize("gz", [False, True])
+def test_idx_files_are_public_if_their_content_has_the_published_digests(tmp_path, monkeypatch, recwarn, gz):
+    """However they were compressed; one other label makes them records of the user's own."""
+    files = idx_files()
+    folder = str(write(tmp_path / "given", files, gz))
+    with pytest.warns(UserNotice, match=r"given does not hold mnist as published .*train-images-idx3-ubyte, .*charged"):
+        assert load("mnist", folder).origin == {}
+    published(monkeypatch, "mnist", {stem: hashlib.sha256(content).hexdigest() for stem, content in files.items()})
+    recwarn.clear()
+    assert load("mnist", folder).origin["name"] == "mnist" and not recwarn
+    write(tmp_path / "given", {TEST_Y: files[TEST_Y][:-1] + b"\0"}, gz)
+    with pytest.warns(UserNotice, match=f"SHA-256 of {TEST_Y}[)]: its records count as your own"):
+        assert load("mnist", folder).origin == {}
+
+
+def test_cifar_files_are_public_as_the_published_archive(tmp_path, monkeypatch, recwarn):
+    layout, files = cifar_layout("cifar10"), cifar_files("cifar10")
+    (tmp_path / layout.archive).write_bytes(content := tar_gz(files, layout.folder))
+    with pytest.warns(UserNotice, match=r"not hold cifar10 as published .SHA-256 of cifar-10-binary.tar.gz"):
+        assert load("cifar10", str(tmp_path)).origin == {}
+    published(monkeypatch, "cifar10", {layout.archive: hashlib.sha256(content).hexdigest()})
+    recwarn.clear()
+    assert load("cifar10", str(tmp_path)).origin["name"] == "cifar10" and not recwarn
+    write(tmp_path / layout.folder, files)  # they are read instead, and may be any
+    with pytest.warns(UserNotice, match="records count as your own"):
+        assert load("cifar10", str(tmp_path)).origin == {}
+
+
+def test_each_published_file_has_a_digest():
+    for source in sources.SOURCES.values():
+        of_files = getattr(source.layout, "stems", tuple(source.sha256_of))
+        assert tuple(source.digests) == of_files and all(len(digest) == 64 for digest in source.digests.values())
 
 
 def test_digits_split_is_fixed_and_disjoint():

@@ -135,8 +135,8 @@ def test_round_order_and_that_charges_come_before_training(make_loop):
     loop.run()
 
     def one_round(before, after):
-        planning = ["stop", "on_round_start", "replan", "plan_round"]
-        training = ["needs_updates", "TRAIN", "needs_updates", "weigh", "combine", "scale", "step", "after_step"]
+        planning = ["stop", "on_round_start", "replan", "plan_round", "needs_updates"]
+        training = ["TRAIN", "needs_updates", "weigh", "combine", "scale", "step", "after_step"]
         ending = ["metrics", "state_dict", "final_models", "on_round_end"]
         return [(name, before) for name in planning] + [(name, after) for name in training + ending]
 

@@ -10,6 +10,7 @@ from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
 from dpfl_lightning.strategies.clustering.local import Local
 
 PROTECTED = PrivacyOptions(epsilon=4.0, delta=1e-3)
@@ -49,3 +50,30 @@ def test_a_client_that_wrecks_the_model_that_it_has_alone_harms_no_other(make_lo
     assert torch.equal(loop.state.models[:3], honest.state.models[:3]) and bool(
         (loop.state.models[3].abs() < 1e6).all()
     )
+
+
+class ZerosInRoundTwo(Uniform):
+    """Weights of zeros in round 2, which are known before the training, or after it with `reads`."""
+
+    def __init__(self, reads: bool) -> None:
+        self.reads = reads
+
+    def needs_updates(self, plan, view):
+        return self.reads
+
+    def weigh(self, updates, view):
+        return super().weigh(updates, view) * (view.round != 2)
+
+
+def test_weights_of_zeros_are_refused_before_the_charge(make_loop):
+    loop = make_loop(privacy=PROTECTED, rounds=3, parts=[ZerosInRoundTwo(reads=False)])
+    with pytest.raises(UserError, match=r"weigh of .* must give a client of round 2 a weight above 0, got 'zeros for"):
+        loop.run()
+    assert {charge.round for charge in read_ledger(loop.clients.folder.ledger_file)} == {1}
+
+
+def test_weights_of_zeros_that_follow_from_updates_are_said_and_reported(make_loop):
+    loop = make_loop(privacy=PROTECTED, rounds=2, parts=[ZerosInRoundTwo(reads=True), seen := Recorder()])
+    with pytest.warns(UserNotice, match="is charged and changes no model, because all aggregation weights are 0"):
+        result = loop.run()
+    assert torch.equal(seen.models[0], seen.models[1]) and result.metrics["effective_clients"] == 0

@@ -5,18 +5,21 @@ import json
 import multiprocessing
 import shutil
 import stat
+import struct
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from conftest import blobs, break_off, small_loop
+from conftest import blobs, break_off, small_loop, small_net
 from dp_accounting import dp_event, pld
 
 from dpfl_lightning.account import main
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.data import Population
+from dpfl_lightning.data import Population, load
 from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.joint import RenyiFilter, joint_bounds, relation_of_all
@@ -166,9 +169,28 @@ def test_public_data_simulations_and_null_are_not_charged(tmp_path, monkeypatch)
         assert b"sketches" not in path.read_bytes(), "no run folder holds the account"
 
 
+def test_own_files_under_a_public_name_are_charged(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFL_ACCOUNT", str(tmp_path / "users.jsonl"))
+    for part, count in (("train", 60), ("t10k", 8)):
+        pixels = np.random.default_rng(0).integers(0, 256, count * 28 * 28, dtype=np.uint8).tobytes()
+        header = struct.pack(">HBBIII", 0, 8, 3, count, 28, 28)
+        (tmp_path / f"{part}-images-idx3-ubyte").write_bytes(header + pixels)
+        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">HBBI", 0, 8, 1, count) + bytes(count))
+    with pytest.warns(UserNotice, match="charged to the account"):
+        data = load("mnist", str(tmp_path))
+    new_net = lambda seed: torch.nn.Sequential(torch.nn.Flatten(), small_net(784, 10, seed))  # noqa: E731
+    options = {"new_net": new_net, "output_dir": tmp_path / "run", "clients": ClientOptions(batch_size=16)}
+    options["privacy"] = PrivacyOptions(epsilon=2.0, delta=DELTA)
+    population = Population.partitioned(data, num_clients=2)
+    loop = small_loop(population, ClientModule(new_net(0)), **options)
+    assert loop.run().guarantee.together.epsilon > 0
+    assert [one.names for one in PrivacyAccount(tmp_path / "users.jsonl").holders()] == [(NAMELESS,)]
+
+
 def test_a_limit_refuses_a_run_before_it_begins_and_a_charge_before_it_is_made(runs, tmp_path):
     population = hospitals("bergen", "oslo")
-    runs.account.limit("bergen", 5.0, DELTA)
+    for name in ("bergen", "oslo", "lund"):
+        runs.account.limit(name, 5.0 if name == "bergen" else 50.0, DELTA)
     runs.run(population)
     with pytest.raises(UserError, match=r"keep the limit of bergen, epsilon 5 at delta 0.001, got '1[0-9]{2}.*smaller"):
         runs.run(population, "run1", epsilon=4.5)
@@ -329,14 +351,53 @@ def test_names_that_the_operator_joins_count_together_in_each_run(account):
         assert only.together.epsilon == TIGHT.epsilon([EVENT] * 2, DELTA)
 
 
-def test_a_refused_run_joins_no_names(account):
+def test_two_names_in_turn_do_not_pass_a_limit(runs, tmp_path):
+    """What a refused run says of who is who is kept."""
+    runs.account.limit("bergen", 1.0, DELTA)
+    spelt = {name: dataclasses.replace(hospitals("bergen"), names=(name,)) for name in ("Bergen", "bergen")}
+    for number, name in enumerate(["bergen", "Bergen"] * 2):
+        with pytest.raises(UserError, match=r"keep the limit of (Bergen or )?bergen, epsilon 1"):
+            runs.run(spelt[name], f"run{number}", epsilon=8.0)
+    (only,) = runs.account.holders()
+    assert only.names == ("Bergen", "bergen") and only.together.epsilon == 0.0
+    assert not [*tmp_path.glob("run*/ledger.jsonl")]
+
+
+def test_a_refused_run_keeps_what_it_says_of_names(account):
+    """So does a refused plan. It is written down once, and nothing else that counts."""
     account.limit("bergen", 1.1 * get_accountant("rdp").epsilon([EVENT], DELTA), DELTA)
     account.enter(entry("a" * 32, ("bergen",), sketches=(sketch(0),)))
     account.charge([(0, EVENT)])
-    before = account.path.read_bytes()
+    refused = entry("b" * 32, ("lund",), ((EVENT, 5),), sketches=(sketch(4),))
+    for request in (account.outlook, account.enter):
+        before = account.path.read_bytes()
+        with pytest.raises(UserError, match="keep the limit of bergen or lund"):
+            request(refused)
+        assert (account.path.read_bytes() == before) == (request == account.enter), "nothing new is learnt"
+    again = PrivacyAccount(account.path)
     with pytest.raises(UserError, match="keep the limit of bergen or lund"):
-        account.enter(entry("b" * 32, ("lund",), ((EVENT, 5),), sketches=(sketch(0),)))
-    assert account.path.read_bytes() == before and [one.names for one in account.holders()] == [("bergen",)]
+        again.enter(entry("c" * 32, ("lund",), ((EVENT, 1),), sketches=(sketch(90),)))
+    ((only,), (run,)) = again.holders(), again._runs
+    assert only.names == ("bergen", "lund") and only.together.epsilon == TIGHT.epsilon([EVENT], DELTA)
+    assert run == "a" * 32
+
+
+def test_an_unknown_name_is_refused_where_there_is_a_limit(account, capsys):
+    """Its records may have another scale, so that no digest is equal; who it is can be said."""
+    account.enter(entry("a" * 32, ("oslo",)))
+    account.limit("bergen", 8.0, DELTA)
+    again = entry("b" * 32, ("oslo", "Bergen", NAMELESS), sketches=(sketch(0), sketch(50), sketch(100)))
+    for request in (account.outlook, account.enter, account.enter):
+        with pytest.raises(UserError, match=r"a limit on bergen, got 'Bergen, clients without names'.*join Bergen be"):
+            request(again)
+    with pytest.warns(UserNotice, match="aarhus has records of oslo"):
+        account.enter(entry("c" * 32, ("aarhus",), sketches=(sketch(0),)))
+    file = ["--file", str(account.path)]
+    assert main(["join", "Bergen", "bergen", *file]) == main(["limit", NAMELESS, "9", "1e-3", *file]) == 0
+    account.enter(again)
+    account.charge([(1, EVENT)])
+    (bergen,) = [one for one in account.holders() if "bergen" in one.names]
+    assert bergen.names == ("Bergen", "bergen") and bergen.together.used > 0
 
 
 def test_a_copy_of_a_killed_run_counts_before_the_run_goes_on(runs, tmp_path):

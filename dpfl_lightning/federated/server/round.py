@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dpfl_lightning.errors import UserError, warn_user
+from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.messages.plan import LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server import aggregate
-from dpfl_lightning.federated.server.strategy import Strategy, fold, sole_answer
+from dpfl_lightning.federated.server.strategy import Strategy, fold, overrides, sole_answer
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.runtime.text import counted
 
@@ -54,10 +54,12 @@ class Round:
         strategies, view, state = self.strategies, self.view, self.view.state
         plan = fold(strategies, "plan_round", plan, view)
         plan = _if_enough(dataclasses.replace(plan, fewest=max(plan.fewest, self.min_participants)))
+        raw_weights, planned = self._weights_before_charge(plan), plan.clients  # None: single updates must be seen
         plan = _if_enough(self.accept(plan))  # charged: a crash never under-reports
         if not plan.clients:
             return _unmoved(state, plan)
-        raw_weights = aggregate.raw_weights_from_facts(strategies, plan, view)  # None: single updates must be seen
+        if plan.clients != planned:  # some could not pay
+            raw_weights = aggregate.raw_weights_from_facts(strategies, plan, view)
         updates = self.train(plan, state.models, raw_weights)
         if view.module.personal and isinstance(plan.job, LocalTraining):
             updates.erase(view.module.personal_mask)  # honest updates have zeros there
@@ -79,7 +81,24 @@ class Round:
         after = fold(strategies, "after_step", after, updates, view)
         if aggregate.diverged(after).any():
             raise Diverged.of(plan)
+        if not weights.any() and torch.equal(after.models, state.models):
+            warn_user(  # the same words in each such round, so that a command says it once
+                "a round is charged and changes no model, because all aggregation weights are 0: metrics.jsonl has "
+                "effective_clients 0 in each such round"
+            )
         return dataclasses.replace(after, round=plan.round), plan, weights
+
+    def _weights_before_charge(self, plan: RoundPlan) -> Tensor | None:
+        """Return `raw_weights_from_facts`. Raises UserError if they are zeros: the updates would be of no use."""
+        if not plan.clients:
+            return None
+        weights = aggregate.raw_weights_from_facts(self.strategies, plan, self.view)
+        weighing = [one.config_name for one in self.strategies if overrides(one, "weigh")]
+        must = f"give a client of round {plan.round} a weight above 0"
+        advice = "The round was not charged. Leave out clients by `plan_round`, or read updates by `needs_updates`."
+        ok = weights is None or bool(weights.any())
+        require(ok, f"weigh of {', '.join(weighing)}", must, f"zeros for all {len(plan.clients)}", advice)
+        return weights
 
     def _without_diverged(self, after: ServerState, plan: RoundPlan, weights: Tensor) -> ServerState:
         """The models after a step, but those that diverged as they were; Diverged if all that moved did."""

@@ -48,7 +48,7 @@ def round_metrics(
     num_clients = view.facts.num_clients
     squares = weights.square().sum(dim=1)
     values: dict[str, float | Tensor] = {"weight": of_all(plan.clients, weights.amax(dim=0), num_clients)}
-    if bool(squares.any()):
+    if plan.clients:  # zeros say that no update had a weight
         values["largest_weight"] = float(weights.max())
         values["effective_clients"] = float((1 / squares[squares > 0]).sum())
     values |= sent

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import secrets
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -102,7 +103,8 @@ class PrivacyAccount:
     # -- a run
 
     def enter(self, entry: Entry, ended: bool = False) -> None:
-        """Begin or resume a run. Raises UserError if its plan, with all other runs, would exceed a limit.
+        """Begin or resume a run. Raises UserError if its plan, with all other runs, would exceed a limit, or if it has
+        an unknown name while there is a limit.
 
         Runs that go on at the same time count with all that they plan. One that has `ended` releases nothing more.
         """
@@ -110,12 +112,9 @@ class PrivacyAccount:
             known = self._runs.get(entry.run)
             joins = [] if known and known[0].sketches == entry.sketches else self._joins(entry)
             if not ended:
-                with self._united(joins):
-                    self._check(entry, {})
+                self._admit(file, entry, joins)
             lines = [_line_of(entry)] if known is None or known[0] != entry else []
-            self._append(file, [*({"same": pair} for pair in joins), *lines])
-            for other, names in groupby(joins, key=itemgetter(1)):
-                warn_user(_joined_words([name for name, _ in names], other))
+            self._join(file, joins, lines)
             self._within = len(self._chains)
         self._entry = entry
 
@@ -191,12 +190,14 @@ class PrivacyAccount:
     def outlook(self, entry: Entry) -> dict[int, Together]:
         """Return what each client of a run will have released in all runs, of which nothing is written down.
 
-        Raises UserError if its plan would exceed a limit.
+        Raises UserError as `enter` does.
         """
-        with self._locked(), self._united(self._joins(entry)):
-            self._check(entry, {})
+        with self._locked() as file:
+            joins = self._joins(entry)
+            self._admit(file, entry, joins)
             nothing = {client: Counter[Release]() for client in entry.holders}
-            return self._of_clients(entry, {entry.run}, {**self._runs, entry.run: (entry, nothing)})
+            with self._united(joins):
+                return self._of_clients(entry, {entry.run}, {**self._runs, entry.run: (entry, nothing)})
 
     def _of_clients(self, entry: Entry, planned: Collection[str], runs: Runs) -> dict[int, Together]:
         groups, place_of = numbered([self._group(name) for name in entry.holders.values()])
@@ -226,7 +227,7 @@ class PrivacyAccount:
     def join(self, one: str, other: str) -> None:
         """Say that two names are of one holder."""
         with self._locked() as file:
-            known = self._names() | self._limits.keys()
+            known = self._names() | self._limits.keys() | {name for name, _ in self._refused}
             for name in (one, other):
                 require(name in known, "HOLDER", f"be one of {', '.join(sorted(known)) or 'no holder'}", name)
             self._append(file, [{"joined": [one, other]}])
@@ -327,6 +328,45 @@ class PrivacyAccount:
         shares = ((RenyiFilter(*limit).used(history, relation), *limit) for limit in self._limits_of(group))
         return max(shares, default=None)
 
+    def _admit(self, file: FileIO, entry: Entry, joins: Sequence[tuple[str, str]]) -> None:
+        """Raise UserError unless the plan of a run keeps all limits and they know its names.
+
+        What a refused run says of who is who is kept: otherwise two names in turn would each time be new.
+        """
+        try:
+            with self._united(joins):
+                self._require_known(entry)
+                self._check(entry, {})
+        except UserError:
+            known = {*self._evidence(self._runs.values()), *self._refused}
+            new = [pair for pair in self._evidence([(entry, {})]) if pair not in known]
+            self._join(file, joins, [{"refused": new}] if new else [])
+            raise
+
+    def _join(self, file: FileIO, joins: Sequence[tuple[str, str]], lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write down which names are one holder, and further lines."""
+        self._append(file, [*({"same": pair} for pair in joins), *lines])
+        for other, names in groupby(joins, key=itemgetter(1)):
+            warn_user(_joined_words([name for name, _ in names], other))
+
+    def _require_known(self, entry: Entry) -> None:
+        """Raise UserError for a name that no run, limit or join has, if there is a limit.
+
+        Digests that differ do not show that it is another holder: a column with another scale changes all of them.
+        """
+        if not self._limits or entry.run in self._runs:
+            return
+        known = self._names() | self._limits.keys() | self._declared.keys()
+        unknown = sorted({name for name in entry.holders.values() if known.isdisjoint(self._group(name))})
+        limited = _listed(sorted(self._limits))
+        name, one = (shlex.quote(min(names, default="")) for names in (unknown, self._limits))
+        advice = (
+            f"Say who it is: `dpfl account join {name} {one}` if the records are of {min(self._limits)}, else "
+            f"`dpfl account limit {name} EPSILON DELTA`."
+        )
+        must = f"know all data holders of a run, because there is a limit on {limited}"
+        require(not unknown, "privacy.account", must, _listed(unknown), advice)
+
     def _check(self, entry: Entry, charges: Mapping[tuple[int, Release], int]) -> None:
         """Raise UserError if the charges, or without them the plan of a run, would exceed a limit."""
         limited = [group for group in {*map(self._group, entry.holders.values())} if self._limits_of(group)]
@@ -361,10 +401,8 @@ class PrivacyAccount:
 
     def _joins(self, entry: Entry) -> list[tuple[str, str]]:
         """Return the names that have records in common with a client of the run, in earlier runs or in this one."""
-        entries = (*(one for one, _ in self._runs.values()), entry)
-        pairs = [pair for one in entries for pair in zip(one.holders.values(), one.sketches, strict=True)]
-        earlier = dict.fromkeys(pairs[: -len(entry.holders) or None])
-        names, sketches = zip(*earlier, *pairs[-len(entry.holders) :], strict=True)
+        earlier = dict.fromkeys([*self._evidence(self._runs.values()), *self._refused])
+        names, sketches = zip(*earlier, *self._evidence([(entry, {})]), strict=True)
         like = _resembling(sketches)[len(earlier) :]
         found = [(name, names[one]) for name, ones in zip(entry.holders.values(), like, strict=True) for one in ones]
         joins, same = [], dict(self._same)
@@ -373,6 +411,10 @@ class PrivacyAccount:
                 joins.append((name, other))
                 _unite(same, name, other)
         return joins
+
+    def _evidence(self, runs: Iterable[tuple[Entry, object]]) -> list[tuple[str, tuple[str, ...]]]:
+        """Return the name and the sketch of each client of some runs."""
+        return [pair for entry, _ in runs for pair in zip(entry.holders.values(), entry.sketches, strict=True)]
 
     def _sharing(self, entry: Entry, places: Sequence[int]) -> list[list[int]]:
         """Return which of some clients of a run share records."""
@@ -429,6 +471,7 @@ class PrivacyAccount:
         self._same: dict[str, frozenset[str]] = {}  # name -> all names of its holder
         self._declared: dict[str, frozenset[str]] = {}  # those of them that the operator has joined
         self._limits: dict[str, tuple[float, float]] = {}
+        self._refused: dict[tuple[str, tuple[str, ...]], None] = {}  # names and sketches of runs that were refused
         self._settled: dict[str, dict[str, tuple[int, Release]]] = {}  # run -> chain of a ledger's line -> charge
         self._key = b""
 
@@ -485,6 +528,8 @@ class PrivacyAccount:
             known = self._settled.setdefault(content["settled"], {})
             for fields, lines in content["lines"]:
                 known |= {chain: (client, release_of(fields)) for client, chain in lines}
+        elif "refused" in content:
+            self._refused |= dict.fromkeys((name, tuple(sketch)) for name, sketch in content["refused"])
         elif "joined" in content:
             _unite(self._declared, *content["joined"])
             _unite(self._same, *content["joined"])
@@ -565,10 +610,14 @@ def _resembling(sketches: Sequence[Sequence[str]]) -> list[list[int]]:
     return found
 
 
-def _joined_words(names: Sequence[str], other: str) -> str:
+def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"{', '.join(names[:_MOST_NAMES])}{more}"
+
+
+def _joined_words(names: Sequence[str], other: str) -> str:
     have = "has" if len(names) == 1 else "have"
-    return f"{', '.join(names[:_MOST_NAMES])}{more} {have} records of {other}: their accounts are one from now on"
+    return f"{_listed(names)} {have} records of {other}: their accounts are one from now on"
 
 
 def _with_clients(entry: Entry, other: Entry) -> Entry:
