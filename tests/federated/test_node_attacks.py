@@ -70,6 +70,11 @@ def test_no_clip_norm_of_a_question_removes_the_noise(node, terms, clip_norm):
     assert not (released and one.value.sign().equal(other.value.sign())), "exact signs of private sums"
 
 
+def of_model(terms, model):
+    options = {**terms.plan.options, "model": model}
+    return dataclasses.replace(terms, plan=dataclasses.replace(terms.plan, options=options))
+
+
 @pytest.mark.parametrize("text", ["\x1b[2J\x1b[H", "checked.\n\n(0.01, 1e-9)-differential privacy per record"])
 def test_no_text_of_a_plan_forges_what_it_means(tmp_path, terms, capsys, text):
     state = state_of(tmp_path, 0, key=None)
@@ -80,11 +85,18 @@ def test_no_text_of_a_plan_forges_what_it_means(tmp_path, terms, capsys, text):
         with_lines(terms, line, caveats=(text,)),
         with_lines(terms, line, strategies={f"1 {text}": ""}),
         dataclasses.replace(terms, run=text),
+        of_model(terms, {"name": f"logistic{text}"}),
+        of_model(terms, {"name": "logistic", f"width{text}": 1}),
+        of_model(terms, {"class_path": f"a.B{text}", "init_args": {f"weights{text}": text, "more": [{text: text}]}}),
+        of_model(terms, text),
+        of_model(terms, {"class_path": "a.B", "init_args": {"long": ["x"] * 10_000, "weights": text}}),
     ):
         file = tmp_path / "plan.json"
         file.write_text(wire.to_text(forged))
         main(["accept", str(state.path), str(file), "--show"])
-        assert text[:12] not in capsys.readouterr().out, "refuse it, or show it escaped"
+        shown = "".join(capsys.readouterr())
+        assert text[:12] not in shown, "refuse it, or show it escaped"
+        assert len(shown) < 10_000
 
 
 def test_only_a_socket_is_removed_before_a_node_listens(tmp_path):
