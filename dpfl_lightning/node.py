@@ -64,7 +64,8 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--raise_limits", action="store_true", help=text)
     text = "accept: hash of the plan as its sender says it, at least 32 digits or 16 words; refuse another plan"
     parser.add_argument("--hash", metavar="HASH", help=text)
-    parser.add_argument("--show", action="store_true", help="accept: show what the plan means, and accept nothing")
+    text = "accept: show what the plan means; accept and build nothing"
+    parser.add_argument("--show", action="store_true", help=text)
     parser.add_argument("--socket", metavar="PATH", help="serve: Unix socket (default STATE_DIR/socket)")
     parser.add_argument("--score_every", metavar="ROUNDS", type=int, default=0, help=_SCORES)
     text = "serve: replies leave at multiples of this time after a request (default 1)"
@@ -77,8 +78,8 @@ def _init(words: Sequence[str]) -> int:
     about = (
         "Name the records of a site, from its configuration: data as for fit, privacy.epsilon and privacy.delta as the "
         "limits on the sum over all plans that it ever accepts (privacy.adjacency, and privacy.unit person with "
-        "privacy.rows_per_person for limits per person), and model.class_path as a class of "
-        f"this installation that plans may name. privacy.noise_key is a {_TEST}."
+        "privacy.rows_per_person for limits per person), and model.class_path with model.init_args as the class of "
+        f"this installation that plans may name, with these arguments. privacy.noise_key is a {_TEST}."
     )
     options, flags = load(words, _init_flags, name="node init", description=about, examples=_INIT, takes=_TAKES)
     from dpfl_lightning.sites.node.accept import new_node
@@ -88,6 +89,8 @@ def _init(words: Sequence[str]) -> int:
     name = path.absolute().name if flags.name is None else flags.name
     state, site = new_node(path, settings_of(options, name, flags.client))
     print(f"Site {site.name}: {site.num_records} {site.unit}s, {site.num_classes} classes. {_budget(state)}")
+    if (model := state.settings().model) is not None:
+        print(f"Plans may name the model {model} with the arguments {state.settings().model_args}, and no others.")
     print(f"Send {path / 'site.json'}, which holds public facts only, to the server's operator.")
     if state.settings().test_key:
         print(f"Warning: {_TEST}.")
@@ -102,7 +105,7 @@ def _init_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
-    from dpfl_lightning.sites.node.accept import accept, clients_of
+    from dpfl_lightning.sites.node.accept import accept, offer_of
     from dpfl_lightning.sites.terms import read_terms
     from dpfl_lightning.sites.wire import digest
 
@@ -115,7 +118,7 @@ def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
     if flags.show:
         print(_comparison(state, terms, *limits))
         return
-    if outlook := clients_of(terms, state).outlook(terms.plan):
+    if outlook := offer_of(terms, state).outlook():
         print(shown(outlook))
     before = state.settings()
     plan, after = accept(state, terms, *limits), state.settings()
@@ -140,10 +143,11 @@ def _comparison(
     state: StateFolder, terms: Terms, epsilon_limit: float | None, delta_limit: float | None, may_rise: bool
 ) -> str:
     """Return in words what a plan would reserve, and whether `accept` takes it, or why not."""
-    from dpfl_lightning.sites.node.accept import clients_of, limits_of, reservation_of
+    from dpfl_lightning.sites.node.accept import limits_of, offer_of
 
     try:
-        reservation, outlook = reservation_of(state, terms), clients_of(terms, state).outlook(terms.plan)
+        offer = offer_of(terms, state)
+        reservation, outlook = offer.reserves, offer.outlook()
     except UserError as error:
         return f"It does not fit: {error}"
     words = f"It would reserve epsilon {at_most(reservation.epsilon)} and delta {at_most(reservation.delta)}"
@@ -153,7 +157,7 @@ def _comparison(
         state.check(terms, reservation, *limits)
     except UserError as error:
         return f"{words} does not fit: {error}"
-    return f"{words} fits. {outlook}".rstrip()
+    return f"{words} fits. `accept` builds its model, and refuses another one than planned. {outlook}".rstrip()
 
 
 def _left(state: StateFolder, limits: tuple[float, float]) -> str:
@@ -165,10 +169,10 @@ def _left(state: StateFolder, limits: tuple[float, float]) -> str:
 
 
 def _meaning(state: StateFolder, terms: Terms) -> str:
-    """Return in words what a plan means for this site. Texts of the server come last, each in quotation marks."""
+    """Return in words what a plan means for this site. Texts of the server come last, each as a literal."""
     from dpfl_lightning.plan import schedule_text
     from dpfl_lightning.sites.node.accept import client_of, cost_of
-    from dpfl_lightning.sites.terms import server_words
+    from dpfl_lightning.sites.terms import model_words, server_words
     from dpfl_lightning.sites.wire import digest
 
     client, test = client_of(terms, state.settings()), state.settings().test_key is not None
@@ -190,6 +194,7 @@ def _meaning(state: StateFolder, terms: Terms) -> str:
         *([f"Not for this node: it has a {_TEST}."] if test else []),
         "The server learns, too: that this site takes part and when it answers, its number of "
         f"{unit}s, and its budget.",
+        *model_words(plan),
         *map(server_words, [f"This run uses {strategies}.", *plan.caveats]),
     ]
     return "\n".join(lines)

@@ -12,6 +12,26 @@ from dpfl_lightning.sites import wire
 _PATIENCE = 60.0  # seconds for a message of no length
 _SLOWEST = 1 << 17  # bytes in each further second, about 1 Mbit/s
 _PART = 1 << 16  # bytes
+_PAUSE = 0.05  # seconds between two attempts to connect
+
+
+def connected(path: str, wait: float) -> socket.socket:
+    """Return a connection to a Unix socket.
+
+    Raises TimeoutError if the other side accepts none for `wait` seconds, and OSError if nobody listens.
+    """
+    connection, end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), time.monotonic() + wait
+    try:
+        connection.setblocking(False)  # a blocking one waits for ever while the queue of the other side is full
+        while True:
+            try:
+                connection.connect(path)
+                return connection
+            except BlockingIOError:
+                time.sleep(min(_PAUSE, _left(end)))
+    except OSError:
+        connection.close()
+        raise
 
 
 def receive(connection: socket.socket, most: wire.Limits, wait: float | None = None) -> bytearray | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.utils._pytree import tree_flatten
 
@@ -14,9 +14,11 @@ import dpfl_lightning
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.config.reading import read_bytes
 from dpfl_lightning.config.yaml_text import inline
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.errors import UserError, require, shortened
+from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS
 from dpfl_lightning.privacy.clipping.inputs import record_shape
+from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Site, Terms
 from dpfl_lightning.sites.receipt import is_public_key
@@ -25,6 +27,7 @@ T = TypeVar("T")
 
 _MOST_TEXT = 1 << 28  # bytes of a plan's file
 _MOST_WORDS = 1000  # characters of a caveat
+_MOST_PARTS = 50  # options of a model that are shown
 _MOST_SCHEMA = 1 << 16  # characters
 
 
@@ -51,7 +54,7 @@ def read_terms(path: Path) -> Terms:
         for text in texts:
             fits = re.fullmatch(pattern, text, re.ASCII) is not None
             require(fits, "PLAN", "have names of letters and digits for purposes and strategies", text)
-    for text in (*plan.caveats, plan.accountant):
+    for text in (*plan.caveats, plan.accountant, *_names_in(plan.options)):
         require(text.isprintable() and len(text) <= _MOST_WORDS, "PLAN", "have short texts of one line each", text)
     for site in terms.sites:
         _check_site("PLAN", site)
@@ -65,6 +68,30 @@ def server_words(text: str) -> str:
     "The server writes: 'This is perfectly safe.'"
     """
     return f"The server writes: {text!r}"
+
+
+def model_words(plan: RunPlan) -> list[str]:
+    """Return what a node builds of a plan once its operator has accepted it, one line for each option and argument.
+
+    They are literals of at most 1,000 characters, so that none can be taken for words of this program.
+    """
+    model: Any = plan.options.get("model")
+    parts: list[object] = [{"task": plan.options.get("task")}, {"optimizer": plan.optimizer}]
+    for name, one in (model if isinstance(model, Mapping) else {"model": model}).items():
+        each = name == "init_args" and isinstance(one, Mapping)
+        parts += [{name: {key: value}} for key, value in one.items()] if each else [{name: one}]
+    lines = [f"  {shortened(repr(part), _MOST_WORDS)}" for part in parts[:_MOST_PARTS]]
+    more = len(parts) - len(lines)
+    lines += [f"  and {counted(more, 'option')} more, which are in the file"] if more else []
+    return ["Once the plan is accepted, and not before, the node builds a model with these options in it:", *lines]
+
+
+def _names_in(value: Any) -> Iterator[str]:
+    """Yield the names of options at all depths."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    yield from value if isinstance(value, Mapping) else ()
+    for one in inner:
+        yield from _names_in(one)
 
 
 def read_site(path: Path, key: str = "--sites") -> Site:

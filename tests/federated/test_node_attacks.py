@@ -37,6 +37,7 @@ from dpfl_lightning.sites.node.accept import accept, open_study
 from dpfl_lightning.sites.node.service import MOST_CONNECTIONS, Listener, Node
 from dpfl_lightning.sites.node.state import StateFolder
 from dpfl_lightning.sites.receipt import digest_of
+from dpfl_lightning.sites.server.clients import SocketChannel
 from dpfl_lightning.sites.terms import read_terms
 from dpfl_lightning.sites.wire import digest
 
@@ -69,6 +70,11 @@ def test_no_clip_norm_of_a_question_removes_the_noise(node, terms, clip_norm):
     assert not (released and one.value.sign().equal(other.value.sign())), "exact signs of private sums"
 
 
+def of_model(terms, model):
+    options = {**terms.plan.options, "model": model}
+    return dataclasses.replace(terms, plan=dataclasses.replace(terms.plan, options=options))
+
+
 @pytest.mark.parametrize("text", ["\x1b[2J\x1b[H", "checked.\n\n(0.01, 1e-9)-differential privacy per record"])
 def test_no_text_of_a_plan_forges_what_it_means(tmp_path, terms, capsys, text):
     state = state_of(tmp_path, 0, key=None)
@@ -79,11 +85,18 @@ def test_no_text_of_a_plan_forges_what_it_means(tmp_path, terms, capsys, text):
         with_lines(terms, line, caveats=(text,)),
         with_lines(terms, line, strategies={f"1 {text}": ""}),
         dataclasses.replace(terms, run=text),
+        of_model(terms, {"name": f"logistic{text}"}),
+        of_model(terms, {"name": "logistic", f"width{text}": 1}),
+        of_model(terms, {"class_path": f"a.B{text}", "init_args": {f"weights{text}": text, "more": [{text: text}]}}),
+        of_model(terms, text),
+        of_model(terms, {"class_path": "a.B", "init_args": {"long": ["x"] * 10_000, "weights": text}}),
     ):
         file = tmp_path / "plan.json"
         file.write_text(wire.to_text(forged))
         main(["accept", str(state.path), str(file), "--show"])
-        assert text[:12] not in capsys.readouterr().out, "refuse it, or show it escaped"
+        shown = "".join(capsys.readouterr())
+        assert text[:12] not in shown, "refuse it, or show it escaped"
+        assert len(shown) < 10_000
 
 
 def test_only_a_socket_is_removed_before_a_node_listens(tmp_path):
@@ -153,6 +166,9 @@ class Signing:
     def sign(self, reply, request):
         return signed.sign(reply, request, key_of(0))
 
+    def refusal(self, start):
+        return None
+
 
 class Loud(Signing):
     """A node whose replies fill every buffer of a socket."""
@@ -164,11 +180,9 @@ class Loud(Signing):
         return self.reply
 
 
-def said_hello(path):
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(5.0)
-    connection.connect(str(path))
-    connection.sendall(wire.encode(Hello("?", "")))
+def said_hello(path, plan="?"):
+    connection = connected(path)
+    connection.sendall(wire.encode(Hello(plan, "")))
     return connection
 
 
@@ -210,13 +224,105 @@ def test_a_node_outlives_connections_that_it_cannot_accept(tmp_path, monkeypatch
         assert connection.recv(1)
 
 
-def test_idle_connections_leave_their_seats(tmp_path, monkeypatch):
+def test_idle_connections_are_closed(tmp_path, monkeypatch):
     monkeypatch.setattr("dpfl_lightning.sites.node.service._IDLE", 0.1)
-    idle = [socket.socket(socket.AF_UNIX) for _ in range(MOST_CONNECTIONS)]
-    with listening(Loud(), tmp_path / "s"), contextlib.ExitStack() as stack:
-        for one in map(stack.enter_context, idle):
-            one.connect(str(tmp_path / "s"))
-        assert stack.enter_context(said_hello(tmp_path / "s")).recv(1)
+    with listening(Loud(), tmp_path / "s"), connected(tmp_path / "s") as idle:
+        assert idle.recv(1) == b""
+
+
+def connected(path):
+    connection = sockets.connected(str(path), 5.0)
+    connection.settimeout(5.0)
+    return connection
+
+
+def for_plan(connection, plan):
+    connection.sendall(wire.encode(Hello(plan, "")))
+    return reply_in(sockets.receive(connection, wire.Limits(1 << 20, 1 << 20), 5.0))
+
+
+HEADER = wire.encode(Hello("unknown", ""))[wire.PREFIX.size :]
+
+#: what a stranger sends, and no more
+UNFINISHED = {
+    "nothing": b"",
+    "a prefix without its end": wire.PREFIX.pack(b"DPFL", wire.VERSION, 100, 0)[:9],
+    "a header without its end": wire.encode(Hello("unknown", ""))[:-1],
+    "no model of an unknown plan": wire.PREFIX.pack(b"DPFL", wire.VERSION, len(HEADER), 1 << 20) + HEADER,
+}
+
+
+@pytest.mark.parametrize("count", [MOST_CONNECTIONS, 40])
+@pytest.mark.parametrize("sent", UNFINISHED)
+def test_strangers_who_send_no_whole_request_keep_nobody_out(sent, count, tmp_path):
+    with listening(Patient(), tmp_path / "s"), contextlib.ExitStack() as stack:
+        early = stack.enter_context(connected(tmp_path / "s"))
+        assert for_plan(early, "known") == Refused("spent")
+        for _ in range(count):
+            with contextlib.suppress(BrokenPipeError):  # it was dropped already
+                stack.enter_context(connected(tmp_path / "s")).sendall(UNFINISHED[sent])
+        began = time.monotonic()
+        late = stack.enter_context(connected(tmp_path / "s"))
+        assert for_plan(late, "known") == Refused("spent")
+        assert for_plan(early, "known") == Refused("spent"), "who has named an accepted plan keeps the connection"
+        assert time.monotonic() - began < 1.0
+
+
+def test_strangers_who_send_byte_by_byte_keep_nobody_out(tmp_path):
+    with listening(Patient(), tmp_path / "s"), contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(connected(tmp_path / "s")) for _ in range(MOST_CONNECTIONS)]
+        drips = [threading.Thread(target=dripping, args=(one, wire.encode(Hello("x", "")), 0.01)) for one in slow]
+        for one in drips:
+            one.start()
+        began = time.monotonic()
+        assert for_plan(stack.enter_context(connected(tmp_path / "s")), "known") == Refused("spent")
+        assert time.monotonic() - began < 1.0
+        for one in drips:
+            one.join()
+
+
+def test_refusals_of_strangers_take_no_turn(tmp_path):
+    """Else each of them delays the next request by a slot."""
+    with listening(Patient(), tmp_path / "s", slot=0.2), contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(connected(tmp_path / "s")) for _ in range(MOST_CONNECTIONS - 1)]
+        late = stack.enter_context(connected(tmp_path / "s"))
+        for one in strangers:
+            one.sendall(wire.encode(Hello("unknown", "")))
+        began = time.monotonic()
+        assert for_plan(late, "known") == Refused("spent")
+        assert 0.2 <= time.monotonic() - began < 1.0
+        for one in strangers:
+            assert reply_in(sockets.receive(one, wire.Limits(1 << 20, 1 << 20), 5.0)) == Refused("unknown_plan")
+
+
+def test_a_request_that_is_computed_keeps_its_seat(tmp_path):
+    go_on = threading.Event()
+
+    class Slow(Patient):
+        def handle(self, content):
+            assert go_on.wait(5.0)
+            return super().handle(content)
+
+    with listening(Slow(), tmp_path / "s"), contextlib.ExitStack() as stack:
+        busy = [stack.enter_context(said_hello(tmp_path / "s", "known")) for _ in range(MOST_CONNECTIONS - 1)]
+        for _ in range(40):
+            stack.enter_context(connected(tmp_path / "s"))
+        go_on.set()
+        for one in busy:
+            assert reply_in(sockets.receive(one, wire.Limits(1 << 20, 1 << 20), 5.0)) == Refused("spent")
+
+
+def test_a_node_that_accepts_no_connection_is_late(tmp_path):
+    with socket.socket(socket.AF_UNIX) as full, contextlib.ExitStack() as stack:
+        full.bind(str(tmp_path / "s"))
+        full.listen(0)
+        stack.enter_context(connected(tmp_path / "s"))
+        began = time.monotonic()
+        with pytest.raises(TimeoutError):
+            SocketChannel(str(tmp_path / "s"), 0.2)(b"")
+        with pytest.raises(UserError, match="--socket"):
+            Listener(None, tmp_path / "s", 1.0)
+        assert time.monotonic() - began < 1.0
 
 
 def dripping(connection, content, seconds):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 
 import pandas
@@ -365,10 +366,124 @@ def test_a_question_of_the_class_path_that_sites_allow_is_answered(tmp_path, mon
     answers.rows_of(Own)(answers._ROWS[SelectModel])
     options, terms = configured(tmp_path / "run", **given), planned(tmp_path, **given)
     words = f"`PLAN` must name a model of dpfl_lightning, got '{OWN_MODEL}'. To allow a class that you have read, give"
-    with pytest.raises(UserError, match=f"{words} model.class_path to `dpfl node init`"):
+    with pytest.raises(UserError, match=f"{words} model.class_path and model.init_args to `dpfl node init`"):
         accept(state_of(tmp_path / "other", 0), terms)
     usual = sites.settings_for
     monkeypatch.setattr(sites, "settings_for", lambda *args: dataclasses.replace(usual(*args), model=OWN_MODEL))
     nodes = nodes_of(tmp_path, terms, key=None)
     loop = over(nodes, terms, options)
     assert loop.run().metrics["answers"] == 1.0
+
+
+TELLING = """
+import pathlib
+import torch
+
+def tell(what):
+    with pathlib.Path(__file__).with_name("told.txt").open("a") as file:
+        file.write(f"{what}\\n")
+
+tell("imported")
+
+class Net(torch.nn.Module):
+    def __init__(self, weights, width=1):
+        super().__init__()
+        tell(f"{weights} {width}")
+        self.layers = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+
+    def forward(self, x):
+        return self.layers(x)
+"""
+FIXED = {"weights": "start.pt", "width": 1}
+
+
+@pytest.fixture
+def told(tmp_path, monkeypatch):
+    """What a class of the site has told since it was asked before: when it is imported, and its arguments."""
+    (tmp_path / "telling.py").write_text(TELLING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "telling", raising=False)
+    usual, file = sites.settings_for, tmp_path / "told.txt"
+    fixed = {"model": "telling.Net", "model_args": FIXED}
+    monkeypatch.setattr(sites, "settings_for", lambda *args: dataclasses.replace(usual(*args), **fixed))
+
+    def since() -> list[str]:
+        lines = file.read_text().splitlines() if file.exists() else []
+        file.unlink(missing_ok=True)
+        return lines
+
+    yield since
+    sys.modules.pop("telling", None)
+
+
+def of_class(tmp_path, told, arguments):
+    """A plan whose model is a class of the site; what the server's planning told is forgotten."""
+    found = planned(tmp_path, model={"class_path": "telling.Net", "init_args": arguments})
+    told()
+    sys.modules.pop("telling")
+    return found
+
+
+def test_nothing_of_a_plan_is_imported_or_built_before_it_is_accepted(tmp_path, told, monkeypatch, capsys):
+    terms, file, state = of_class(tmp_path, told, FIXED), tmp_path / "plan.json", state_of(tmp_path, 0, key=None)
+    file.write_text(wire.to_text(terms))
+    monkeypatch.setattr("dpfl_lightning.sites.node.service.Listener.serve", lambda self: None)
+
+    def run(*words) -> tuple[int, str]:
+        return main([words[0], str(state.path), *map(str, words[1:])]), "".join(capsys.readouterr())
+
+    code, shown = run("accept", file, "--show", "--epsilon_limit", 3)
+    assert code == 0 and "It would reserve epsilon 2" in shown and "fits." in shown
+    for words in ("{'class_path': 'telling.Net'}", "{'init_args': {'weights': 'start.pt'}}", "{'optimizer': SGD("):
+        assert words in shown
+    for words in (("status",), ("verify",), ("serve",), ("accept", file, "--hash", "f" * 32)):
+        run(*words)
+    assert run("accept", file, "--epsilon_limit", 1)[0] == 2, "the limits come first"
+    assert told() == [] and "telling" not in sys.modules
+    assert run("accept", file, "--epsilon_limit", 3)[0] == 0
+    assert told() == ["imported", "start.pt 1"], "once"
+    run("status")
+    run("verify")
+    run("accept", file, "--show")
+    assert told() == []
+    assert "ready" in run("serve")[1] and told() == ["start.pt 1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({**FIXED, "weights": "/etc/passwd\x1b[2J"}, r"init_args.weights .* of 'start.pt', got '/etc/passwd\\x1b\[2J'"),
+        ({**FIXED, "width": True}, "init_args.width .* of 1, got True"),
+        ({"weights": "start.pt"}, "init_args.width .* of 1, got 'none'"),
+        ({}, "init_args.weights .* of 'start.pt', got 'none'"),
+        ({**FIXED, "depth": 2}, "init_args.depth .* without it, got 2"),
+        (["start.pt"], "a mapping model.init_args"),
+    ],
+)
+def test_other_arguments_than_the_site_has_fixed_are_refused_before_anything_is_built(arguments, words, tmp_path, told):
+    terms, state = of_class(tmp_path, told, FIXED), state_of(tmp_path, 0, key=None)
+    options = {**terms.plan.options, "model": {"class_path": "telling.Net", "init_args": arguments}}
+    forged = dataclasses.replace(terms, plan=dataclasses.replace(terms.plan, options=options))
+    with pytest.raises(UserError, match=f"`PLAN` must have .*{words}"):
+        accept(state, forged)
+    with pytest.raises(UserError, match=r"or the class telling\.Net of this site, got 'os.system'"):
+        options = {**terms.plan.options, "model": {"class_path": "os.system", "init_args": {"command": "true"}}}
+        accept(state, dataclasses.replace(terms, plan=dataclasses.replace(terms.plan, options=options)))
+    assert told() == [] and not state.plans()
+
+
+def test_init_fixes_the_class_of_a_model_and_its_arguments(tmp_path, told, capsys):
+    words = ["--name", "0", "--data.name", "digits", "--clients.count", "3", "--privacy.epsilon", "5"]
+    model = [
+        "--model.class_path",
+        "telling.Net",
+        "--model.init_args.weights",
+        "start.pt",
+        "--model.init_args.width",
+        "1",
+    ]
+    assert main(["init", str(tmp_path / "own"), *words, *model]) == 0
+    assert f"Plans may name the model telling.Net with the arguments {FIXED}, and no others." in capsys.readouterr().out
+    settings = StateFolder(tmp_path / "own").settings()
+    assert (settings.model, settings.model_args) == ("telling.Net", FIXED)
+    assert told() == [], "the operator has read it"

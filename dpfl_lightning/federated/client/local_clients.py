@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -21,7 +20,8 @@ from dpfl_lightning.federated.client.dummy_data import seconds_per_record
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.evaluation import evaluate
 from dpfl_lightning.federated.client.folder import ClientFolder
-from dpfl_lightning.federated.client.identity import configuration, identity, sketches
+from dpfl_lightning.federated.client.holders import DataHolders
+from dpfl_lightning.federated.client.identity import configuration, identity
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import ClientAccount, RunPlan
 from dpfl_lightning.federated.messages.evaluation import SHOWN, ClientModels, Diagnostics, Evaluation
@@ -32,10 +32,8 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.models import check_net
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.accounting.events import Release, noised_steps
-from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, SEVERAL_RECORDS, SIMULATED, Guarantee, Together
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
-from dpfl_lightning.privacy.ledger.account import AUTO, NAMELESS, Entry, PrivacyAccount, users_file
+from dpfl_lightning.privacy.accounting.events import noised_steps
+from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS, SIMULATED, Guarantee
 from dpfl_lightning.privacy.ledger.file import Head, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
 from dpfl_lightning.privacy.noise import Streams
@@ -58,7 +56,7 @@ def facts_of(population: Population, **extra: Any) -> Facts:
     return Facts(*shape, truth=truth, names=population.names, **extra)
 
 
-class LocalClients:
+class LocalClients(DataHolders):
     """All clients of a run in this process; implements `Clients`. UserError if the module does not fit the records.
 
     `privacy` holds the key of a simulation, if it is one; None is a run without privacy.
@@ -69,15 +67,14 @@ class LocalClients:
     def __init__(
         self, population: Population, module: ClientModule, engine: Engine, privacy: PrivacyOptions | None
     ) -> None:
-        self.population, self.module, self.engine, self.privacy = population, module, engine, privacy
+        super().__init__(population, privacy)
+        self.module, self.engine = module, engine
         counts_persons = privacy is not None and privacy.unit == "person"
         fits = counts_persons == (population.rows_per_person is not None)
         require(fits, "privacy.unit", "be what the population counts", "person" if counts_persons else "record")
         check_fits(module, population)
         self._seconds = math.nan
         self.device = module.device
-        self.simulated = privacy is not None and privacy.noise_key is not None
-        self.sampling: str = "poisson" if privacy is None else privacy.sampling
         self.unprotected: tuple[str, ...] = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
         self.most_records = None if privacy is None else privacy.rows_per_person
         silent = (
@@ -87,7 +84,6 @@ class LocalClients:
         self.caveats = (*((SIMULATED,) if self.simulated else ()), *several, *population.caveats)
         self._baseline: Mapping[str, float | None] | None = None  # known after the first evaluation
         self._accepted: tuple[RoundPlan, list[int]] | None = None
-        self._everyone = range(population.num_clients)
 
     @property
     def description(self) -> str:
@@ -171,42 +167,6 @@ class LocalClients:
         if earlier is not None and saved is None and any(map(self.ledger.events, self._everyone)):
             missing = f"{self.folder.path / 'checkpoint.pt'} is missing, so the run starts again"
             warn_user(f"{missing}; the budget that it has spent remains spent")
-
-    def _account(self) -> PrivacyAccount | None:
-        """The account of the data holders; None for public data and without protection."""
-        chosen = None if self.privacy is None or self.simulated else self.privacy.account
-        if chosen is None or (chosen == AUTO and self.population.origin) or not any(map(len, self.population.train_of)):
-            return None
-        return PrivacyAccount(users_file() if chosen == AUTO else Path(chosen).expanduser())
-
-    def _entry(self, plan: RunPlan, account: PrivacyAccount, run: str, ledger: Path) -> Entry:
-        own = [client for client in self._everyone if len(self.population.train_of[client])]
-        schedules, found = [plan.schedule.clients[client] for client in own], sketches(self.population, account.key)
-        names = self.population.names
-        return Entry(
-            run=run,
-            ledger=str(ledger.absolute()),
-            adjacency="add_remove" if self.privacy is None else self.privacy.relation,
-            sampling=self.sampling,
-            holders={client: names[client] if names else NAMELESS for client in own},
-            delta=tuple(schedule.delta for schedule in schedules),
-            planned=tuple(once_each(_releases, schedules)),
-            sketches=tuple(found[client] for client in own),
-            whole=plan.changes_mechanisms or ENDS_BY_RESULTS in plan.caveats,
-        )
-
-    def outlook(self, plan: RunPlan) -> str:
-        """What a run would cost together with those in the account, in words; empty without an account."""
-        account = self._account()
-        if account is None or not account.path.is_file():
-            return ""
-        return self._said_of(account, account.outlook(self._entry(plan, account, "planned", Path("none"))))
-
-    def _said_of(self, account: PrivacyAccount, together: Mapping[int, Together]) -> str:
-        client, worst = max(together.items(), key=lambda one: one[1].urgency)
-        most = "the largest" if worst.used is None else "the nearest to its limit"
-        who = f", {self.population.name_of(client)}, {most}" if len(together) > 1 else ""
-        return f"Account {account.path}{who}: {worst.words()}"
 
     def streams(self, plan: RunPlan) -> Streams:
         """Fresh noise for every release; in a simulation, and in a run without noise, it follows from the key."""
@@ -328,11 +288,3 @@ class LocalClients:
         if not self.module.large or math.isnan(self._seconds):
             self._seconds = seconds_per_record(self.engine, self.module, self.population, batch_size)
         return self._seconds
-
-
-def _releases(schedule: ClientSchedule) -> tuple[tuple[Release, int], ...]:
-    """The different releases of a schedule, and their numbers."""
-    counts = Counter[Release]()
-    for line in schedule.planned:
-        counts[line.event] += line.count
-    return tuple(counts.items())

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpfl_lightning.build import build_engine, build_module
 from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.config.names import check_names
 from dpfl_lightning.config.options import Options, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError, require, warn_user
+from dpfl_lightning.errors import UserError, require, shortened, warn_user
+from dpfl_lightning.federated.client.holders import DataHolders
 from dpfl_lightning.federated.client.identity import module_digest
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.messages.facts import Facts
@@ -76,10 +79,52 @@ def cost_of(terms: Terms, client: int) -> ClientPlan:
     return planned
 
 
-def clients_of(terms: Terms, state: StateFolder) -> LocalClients:
-    """Return the clients of a plan of whom only the one of this site has records here, with the plan's module.
+class Offer(NamedTuple):
+    """A plan that fits the records and the rules of a site, of which nothing was imported, built or opened.
 
-    Raises UserError if the plan does not fit the records, the key or this installation.
+    Args:
+        client: the number of the site's client.
+        population: the clients of the plan, of whom only this one has records here.
+        options: the model, with the arguments that the site has fixed, and how releases are made.
+        facts: what decides the shape of the model.
+        reserves: what it would reserve; the size of its requests is known once the model is built.
+    """
+
+    terms: Terms
+    client: int
+    population: Population
+    options: Options
+    facts: Facts
+    reserves: Reservation
+
+    def outlook(self) -> str:
+        """Return what the run would cost together with those in the account of this machine, in words."""
+        return DataHolders(self.population, self.options.privacy).outlook(self.terms.plan)
+
+    def clients(self) -> LocalClients:
+        """Build the model of the plan, and return the clients that train it.
+
+        Raises UserError if it is not the model of the plan. Call it for a plan that the operator accepts: a model is
+        code, and its arguments may be names of files.
+        """
+        plan = self.terms.plan
+        module = build_module(self.options, self.facts)
+        clients = LocalClients(self.population, module, build_engine("fast"), self.options.privacy)
+        counts = any(line.event.counts_held_out for line in plan.schedule.clients[self.client].planned)
+        task, must = module.task, f"count held-out records of a task {' or '.join(ScoreCounts.tasks)}"
+        known = task is not None and task.name in ScoreCounts.tasks
+        require(known or not counts, "PLAN", must, task and task.name, "Refuse the plan.")
+        module.check_optimizer(plan.rounds, [one.steps for one in plan.settings])
+        must, digest = "train the model that this installation builds from it", module_digest(module)
+        advice = "Code or libraries differ: install the same versions on all sides."
+        require(digest == self.terms.module, "PLAN", f"{must}, of digest {digest}", self.terms.module, advice)
+        return clients
+
+
+def offer_of(terms: Terms, state: StateFolder) -> Offer:
+    """Return a plan as one that this site can accept.
+
+    Raises UserError if it does not fit the records, the key, the model that the site has fixed, or this installation.
     """
     check_version(terms)
     settings = state.settings()
@@ -98,22 +143,12 @@ def clients_of(terms: Terms, state: StateFolder) -> LocalClients:
     for key, planned in _privacy(terms).items():
         ours = getattr(settings, key, planned)
         require(planned == ours, "PLAN", f"have the privacy.{key} of this site, {ours}", planned, advice)
-    options = _options(terms, settings)
+    options, cost = _options(terms, settings), cost_of(terms, client).guarantee
     sizes, names = tuple(one.num_records for one in terms.plan.settings), client_names(terms.sites)
     shape = record_shape(site.inputs)
     facts = Facts(sizes, site.num_classes, shape, names=names, features=site.features, empty_x=site.inputs)
-    module = build_module(options, facts)
     seats = seated(population, own, client, names, len(sizes)).checked()
-    clients = LocalClients(seats, module, build_engine("fast"), options.privacy)
-    counts = any(line.event.counts_held_out for line in terms.plan.schedule.clients[client].planned)
-    task, must = module.task, f"count held-out records of a task {' or '.join(ScoreCounts.tasks)}"
-    known = task is not None and task.name in ScoreCounts.tasks
-    require(known or not counts, "PLAN", must, task and task.name, "Refuse the plan.")
-    module.check_optimizer(terms.plan.rounds, [one.steps for one in terms.plan.settings])
-    must, digest = "train the model that this installation builds from it", module_digest(module)
-    advice = "Code or libraries differ: install the same versions on all sides."
-    require(digest == terms.module, "PLAN", f"{must}, of digest {digest}", terms.module, advice)
-    return clients
+    return Offer(terms, client, seats, options, facts, Reservation(cost.epsilon, cost.delta, client, most_numbers=0))
 
 
 def open_study(state: StateFolder, plan: str, score_every: int = 0) -> Study:
@@ -128,7 +163,8 @@ def open_study(state: StateFolder, plan: str, score_every: int = 0) -> Study:
         wire.digest(terms) == plan, str(file), f"have the hash {plan[:12]}", "another one", "Restore it from a copy."
     )
     state.released(plan)
-    study = Study(state.plan_folder(plan), terms, client, clients_of(terms, state), settings.test_key, score_every)
+    clients = offer_of(terms, state).clients()
+    study = Study(state.plan_folder(plan), terms, client, clients, settings.test_key, score_every)
     state.begin(plan)
     return study
 
@@ -160,22 +196,16 @@ def accept(
 ) -> str:
     """Check a plan against the records, this installation and the limits, store it, and return its hash.
 
-    Raises UserError if the plan does not fit, a sum would exceed its limit, or a limit is refused, see `limits_of`.
-    Nothing is stored then.
+    Its model is built after all other checks. Raises UserError if the plan does not fit, a sum would exceed its limit,
+    or a limit is refused, see `limits_of`. Nothing is stored then.
     """
-    reservation = reservation_of(state, terms)
+    offer = offer_of(terms, state)
     limits = limits_of(state.settings(), epsilon_limit, delta_limit, may_rise)
+    state.check(terms, offer.reserves, *limits)
+    flat = offer.clients().module.flat
+    numbers = most_numbers(terms.plan.schedule.clients[offer.client], flat)
     with state.locked():
-        return state.reserve(terms, reservation, *limits)
-
-
-def reservation_of(state: StateFolder, terms: Terms) -> Reservation:
-    """Return what a plan would reserve. Raises UserError unless it fits the records and this installation."""
-    settings = state.settings()
-    clients, client = clients_of(terms, state), client_of(terms, settings)
-    cost = cost_of(terms, client).guarantee
-    numbers = most_numbers(terms.plan.schedule.clients[client], clients.module.flat)
-    return Reservation(cost.epsilon, cost.delta, client, numbers)
+        return state.reserve(terms, dataclasses.replace(offer.reserves, most_numbers=numbers), *limits)
 
 
 def _options(terms: Terms, settings: Settings) -> Options:
@@ -184,12 +214,30 @@ def _options(terms: Terms, settings: Settings) -> Options:
     require(isinstance(model, dict), "PLAN", "name a model", model)
     assert isinstance(model, dict)  # for mypy
     if (path := model.get("class_path")) is not None:
-        advice = "To allow a class that you have read, give model.class_path to `dpfl node init`."
-        require(path == settings.model, "PLAN", "name a model of dpfl_lightning", path, advice)
-    values = {key: terms.plan.options.get(key) for key in ("seed", "model", "task")}
+        _check_fixed(path, model.get("init_args") or {}, settings)
+        model = {**model, "init_args": settings.model_args}
+    values = {**{key: terms.plan.options.get(key) for key in ("seed", "task")}, "model": model}
     privacy = {**_privacy(terms), "epsilon": 1.0, "noise_key": settings.test_key}  # budgets are those of the plan
     count = {"count": len(terms.plan.settings)}
     return from_mapping({**values, "privacy": privacy, "clients": count})
+
+
+def _check_fixed(path: object, arguments: object, settings: Settings) -> None:
+    """Raise UserError unless these are the class and the arguments of the model that the site has fixed."""
+    must, ours = "name a model of dpfl_lightning", settings.model
+    advice = "To allow a class that you have read, give model.class_path and model.init_args to `dpfl node init`."
+    require(path == ours, "PLAN", must if ours is None else f"{must}, or the class {ours} of this site", path, advice)
+    require(isinstance(arguments, dict), "PLAN", "have a mapping model.init_args", arguments)
+    assert isinstance(arguments, dict)  # for mypy
+    left_out, fixed = object(), settings.model_args
+    for name in {**fixed, **arguments}:
+        one, other = fixed.get(name, left_out), arguments.get(name, left_out)
+        texts = [json.dumps(value, sort_keys=True) for value in (one, other) if value is not left_out]  # 1 is not true
+        same = len(texts) == 2 and texts[0] == texts[1]
+        must = "without it" if one is left_out else f"of {shortened(repr(one))}"
+        must = f"have model.init_args.{shortened(name)} as this site has fixed it by `dpfl node init`, {must}"
+        advice = "Ask the plan's author for it, or allow the other by model_args in node.json of this node."
+        require(same, "PLAN", must, "none" if other is left_out else other, advice)
 
 
 def _privacy(terms: Terms) -> dict[str, Any]:

@@ -18,10 +18,11 @@ from dpfl_lightning.config.options import Options, changed_options
 from dpfl_lightning.config.per_client import resolve
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require, require_one_of
+from dpfl_lightning.federated.client.identity import deciding_options
 from dpfl_lightning.sites.node.state import Settings
 
 #: keys of a configuration that a site decides; the plan decides all others
-_OF_A_SITE = {"seed", "clients.count", "model.class_path"} | {
+_OF_A_SITE = {"seed", "clients.count", "model.class_path", "model.init_args"} | {
     f"privacy.{name}" for name in ("epsilon", "delta", "adjacency", "noise_key", "unit", "rows_per_person")
 }
 
@@ -46,9 +47,10 @@ def settings_of(options: Options, name: str, client: str | None = None) -> Setti
     data = dataclasses.asdict(options.data)
     data |= {name: tree_map(_absolute, data[name]) for name in ("folder", "init_args")}
     config = {"seed": options.seed, "data": data, "clients": {"count": options.clients.count}, "privacy": None}
-    model = options.model.get("class_path")
+    model = deciding_options({"model": options.model})["model"]  # as a plan states it
+    fixed = model.get("class_path"), model.get("init_args") or {}
     protects = privacy.adjacency, privacy.unit, privacy.rows_per_person
-    return Settings(name, client or name, config, epsilon, delta, *protects, model, privacy.noise_key)
+    return Settings(name, client or name, config, epsilon, delta, *protects, *fixed, privacy.noise_key)
 
 
 def _absolute(value: Any) -> Any:

@@ -143,7 +143,8 @@ class Listener:
 
     A connection holds the header of a request. Only if that names an accepted plan are its models read, and those of
     one request at a time, until its turn has ended: all connections together hold `MOST_CONNECTIONS` headers and the
-    models of one request.
+    models of one request. When all seats are taken, the next connection gets that of the one which has named no
+    accepted plan, or has asked for nothing, for the longest time; servers connect again.
 
     **Privacy** The time of a computation depends on the sizes of batches, which are private. Replies show it in units
     of `slot`: choose it above the time of a round. Requests take turns; a turn ends when its reply begins to leave.
@@ -155,6 +156,8 @@ class Listener:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._seats, self._turn = threading.BoundedSemaphore(MOST_CONNECTIONS), threading.Lock()
         self._models = threading.Lock()
+        self._idle: dict[socket.socket, tuple[bool, float]] = {}  # -> has named an accepted plan before; since when
+        self._looking = threading.Lock()  # at the idle ones
         self._closed = False
         _remove_stale(path)
         try:
@@ -164,20 +167,20 @@ class Listener:
             require(False, "--socket", must, str(path), f"({error.strerror or error})")
         os.chmod(path, 0o660)  # the forwarder's group may connect
         self._inode = path.lstat().st_ino
-        self._socket.listen(MOST_CONNECTIONS)
+        self._socket.listen()
 
     def serve(self) -> None:
         """Answer until `close`, or a signal."""
         while True:
-            self._seats.acquire()
             try:
                 connection, _ = self._socket.accept()
             except OSError:
-                self._seats.release()
                 if self._closed:
                     return
                 time.sleep(_PAUSE)  # too many open files, for example
                 continue
+            self._take_seat()
+            self._set_idle(connection, knows_plan=False)
             threading.Thread(target=self._converse, args=(connection,), daemon=True).start()
 
     def close(self) -> None:
@@ -188,6 +191,32 @@ class Listener:
         with contextlib.suppress(FileNotFoundError):
             if self.path.lstat().st_ino == self._inode:  # it may be another one's by now
                 self.path.unlink()
+
+    def _take_seat(self) -> None:
+        free, dropped = self._seats.acquire(blocking=False), False
+        while not (free or self._closed):
+            dropped = dropped or self._drop_one()
+            free = self._seats.acquire(timeout=_PAUSE)
+
+    def _drop_one(self) -> bool:
+        """End the connection that has been idle for the longest time, if there is one; strangers go first."""
+        with self._looking:
+            if not self._idle:
+                return False
+            one = min(self._idle, key=self._idle.__getitem__)
+            del self._idle[one]
+            with contextlib.suppress(OSError):  # the other side is gone
+                one.shutdown(socket.SHUT_RDWR)
+            return True
+
+    def _set_idle(self, connection: socket.socket, knows_plan: bool) -> None:
+        with self._looking:
+            self._idle[connection] = knows_plan, time.monotonic()
+
+    def _set_busy(self, connection: socket.socket) -> bool:
+        """Return whether the connection keeps its seat: it was idle, and nobody has ended it."""
+        with self._looking:
+            return self._idle.pop(connection, None) is not None
 
     def _converse(self, connection: socket.socket) -> None:
         malformed = functools.partial(self.node.sign, Refused("malformed"), digest_of(b""))
@@ -201,24 +230,27 @@ class Listener:
             except OSError:  # the other side is gone
                 pass
             finally:
+                self._set_busy(connection)  # before its number can be that of another file
                 self._seats.release()
 
     def _reply(self, connection: socket.socket, start: bytearray, numbers: int) -> bytes:
-        if not numbers:
-            return self._at_a_slot(functools.partial(self.node.handle, start))
-        if (refused := self.node.refusal(start)) is not None:
+        if (refused := self.node.refusal(start)) is not None:  # in no turn: strangers delay nobody
             sent = sockets.skip(connection, numbers, start)
             return self._at_a_slot(functools.partial(self.node.sign, refused, sent))
-        with self._models:
+        if not self._set_busy(connection):
+            raise ConnectionAbortedError("another connection has its seat")
+        with self._models if numbers else contextlib.nullcontext():
             content = sockets.receive_numbers(connection, start, numbers)
-            return self._at_a_slot(functools.partial(self.node.handle, content))
+            with self._turn:
+                reply = self._at_a_slot(functools.partial(self.node.handle, content))
+        self._set_idle(connection, knows_plan=True)
+        return reply
 
     def _at_a_slot(self, answer: Callable[[], bytes]) -> bytes:
-        with self._turn:
-            began = time.monotonic()
-            reply = answer()
-            slots = math.ceil((time.monotonic() - began) / self.slot)
-            time.sleep(max(0.0, began + slots * self.slot - time.monotonic()))
+        began = time.monotonic()
+        reply = answer()
+        slots = math.ceil((time.monotonic() - began) / self.slot)
+        time.sleep(max(0.0, began + slots * self.slot - time.monotonic()))
         return reply
 
 
@@ -228,6 +260,7 @@ def _remove_stale(path: Path) -> None:
         return
     require(stat.S_ISSOCK(path.stat().st_mode), "--socket", "be a path for a new socket", str(path), "It is a file.")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # the queue of a node that accepts nobody may be full
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:

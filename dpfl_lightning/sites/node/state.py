@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import fcntl
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +40,7 @@ class Settings:
         unit, rows_per_person: what the limits protect, see `PrivacyOptions`; a plan must have the same.
         model: `module.Class` of the site's installation that plans may name as `model.class_path`; None allows the
             models of this package only.
+        model_args: the `model.init_args` with which a plan may name it, and no others.
         test_key: 32 hexadecimal digits from which noise follows in tests: it protects nobody. None draws fresh noise.
     """
 
@@ -52,6 +53,7 @@ class Settings:
     unit: str = "record"
     rows_per_person: int | None = None
     model: str | None = None
+    model_args: Mapping[str, Any] = field(default_factory=dict)
     test_key: str | None = None
 
 

@@ -86,8 +86,7 @@ class SocketChannel:
 
     def _exchange(self, request: bytes) -> bytes | bytearray:
         if self._connection is None:
-            self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._connection.connect(self.path)
+            self._connection = sockets.connected(self.path, self.wait)
         self._connection.settimeout(self.wait)
         self._connection.sendall(request)
         if (reply := sockets.receive(self._connection, self.most, self.wait)) is None:

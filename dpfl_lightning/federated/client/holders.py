@@ -1,0 +1,71 @@
+"""The data holders of a run in this process, and the account of what all runs on their records cost together."""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from dpfl_lightning.config.options import PrivacyOptions
+from dpfl_lightning.data import Population
+from dpfl_lightning.federated.client.identity import sketches
+from dpfl_lightning.federated.messages.clients import RunPlan
+from dpfl_lightning.privacy.accounting.events import Release
+from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, Together
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
+from dpfl_lightning.privacy.ledger.account import AUTO, NAMELESS, Entry, PrivacyAccount, users_file
+
+
+class DataHolders:
+    """Those whose records a population holds. What a plan costs them does not depend on a model.
+
+    `privacy` holds the key of a simulation, if it is one; None is a run without privacy.
+    """
+
+    def __init__(self, population: Population, privacy: PrivacyOptions | None) -> None:
+        self.population, self.privacy = population, privacy
+        self.simulated = privacy is not None and privacy.noise_key is not None
+        self.sampling: str = "poisson" if privacy is None else privacy.sampling
+        self._everyone = range(population.num_clients)
+
+    def outlook(self, plan: RunPlan) -> str:
+        """What a run would cost together with those in the account, in words; empty without an account."""
+        account = self._account()
+        if account is None or not account.path.is_file():
+            return ""
+        return self._said_of(account, account.outlook(self._entry(plan, account, "planned", Path("none"))))
+
+    def _account(self) -> PrivacyAccount | None:
+        """The account of the data holders; None for public data and without protection."""
+        chosen = None if self.privacy is None or self.simulated else self.privacy.account
+        if chosen is None or (chosen == AUTO and self.population.origin) or not any(map(len, self.population.train_of)):
+            return None
+        return PrivacyAccount(users_file() if chosen == AUTO else Path(chosen).expanduser())
+
+    def _entry(self, plan: RunPlan, account: PrivacyAccount, run: str, ledger: Path) -> Entry:
+        own = [client for client in self._everyone if len(self.population.train_of[client])]
+        schedules, found = [plan.schedule.clients[client] for client in own], sketches(self.population, account.key)
+        names = self.population.names
+        return Entry(
+            run=run,
+            ledger=str(ledger.absolute()),
+            adjacency="add_remove" if self.privacy is None else self.privacy.relation,
+            sampling=self.sampling,
+            holders={client: names[client] if names else NAMELESS for client in own},
+            delta=tuple(schedule.delta for schedule in schedules),
+            planned=tuple(once_each(_releases, schedules)),
+            sketches=tuple(found[client] for client in own),
+            whole=plan.changes_mechanisms or ENDS_BY_RESULTS in plan.caveats,
+        )
+
+    def _said_of(self, account: PrivacyAccount, together: Mapping[int, Together]) -> str:
+        client, worst = max(together.items(), key=lambda one: one[1].urgency)
+        most = "the largest" if worst.used is None else "the nearest to its limit"
+        who = f", {self.population.name_of(client)}, {most}" if len(together) > 1 else ""
+        return f"Account {account.path}{who}: {worst.words()}"
+
+
+def _releases(schedule: ClientSchedule) -> tuple[tuple[Release, int], ...]:
+    """The different releases of a schedule, and their numbers."""
+    counts = Counter[Release]()
+    for line in schedule.planned:
+        counts[line.event] += line.count
+    return tuple(counts.items())
