@@ -23,6 +23,7 @@ VOLUME /results
 # a home that every user can write to, since `docker run --user` may name any
 ENV HOME=/tmp \
     MLFLOW_TRACKING_URI=sqlite:////results/mlflow.db \
+    MLFLOW_DISABLE_TELEMETRY=true \
     DPFL_DATA=/results/data \
     DPFL_ACCOUNT=/results/account/account.jsonl \
     XDG_STATE_HOME=/results/account \

@@ -17,7 +17,7 @@ from pathlib import Path
 from dpfl_lightning.config.load import load
 from dpfl_lightning.errors import command, require
 from dpfl_lightning.runtime.launcher import launched
-from dpfl_lightning.runtime.stopping import passed_on
+from dpfl_lightning.runtime.stopping import part_of, passed_on
 from dpfl_lightning.search.options import SweepOptions
 
 
@@ -35,15 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         section=SweepOptions,
     )
     require(launched().size == 1, "sweep", "be one process", launched().size, "--workers runs several trials at once.")
-    for key in ("workers", "helping"):
-        require(getattr(flags, key) >= 1, f"--{key}", "be >= 1", getattr(flags, key))
+    require(flags.workers >= 1, "--workers", "be >= 1", flags.workers)
+    if flags.helping:
+        part_of(flags.helping[1])
     name = flags.sweep.name or (Path(flags.config[0]).stem if flags.config else "sweep")
     from dpfl_lightning.fit import fit  # these import torch
     from dpfl_lightning.search.search import Search
 
     sweep = dataclasses.replace(flags.sweep, name=name)
-    search = Search(sweep, options, fit, workers=max(flags.workers, flags.helping), helping=flags.helping > 1)
-    if flags.helping > 1:
+    workers = flags.helping[0] if flags.helping else flags.workers
+    search = Search(sweep, options, fit, workers=workers, helping=bool(flags.helping))
+    if flags.helping:
         search.work()
         return 0
     try:
@@ -60,19 +62,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of parallel trials, >= 1 (1)")
     parser.add_argument("--final", action="store_true", help="train the best trial's configuration on the clients")
-    # Internal flag of the processes that --workers starts: this is one of N workers and only runs trials.
-    parser.add_argument("--helping", type=int, default=1, metavar="N", help=argparse.SUPPRESS)
+    # Internal flag of the processes that --workers starts: this is one of N workers of process PID, for trials only
+    parser.add_argument("--helping", type=int, nargs=2, metavar=("N", "PID"), help=argparse.SUPPRESS)
 
 
 @contextlib.contextmanager
 def _helpers(words: Sequence[str], workers: int) -> Iterator[None]:
     """Run `workers - 1` more processes of this command, which end when the study has all its trials.
 
-    Ctrl-C reaches them as it reaches this process, and SIGTERM is passed on to them. If a worker is killed, another
-    worker repeats its trial.
+    Ctrl-C reaches them as it reaches this process, and SIGTERM is passed on to them. If this process is killed, they
+    charge nothing more. If a worker is killed, another worker repeats its trial.
     """
     arguments = [word for word in words if word != "--final"]
-    line = [sys.executable, "-m", "dpfl_lightning.sweep", *arguments, "--workers", "1", "--helping", str(workers)]
+    helping = ["--workers", "1", "--helping", str(workers), str(os.getpid())]
+    line = [sys.executable, "-m", "dpfl_lightning.sweep", *arguments, *helping]
     threads = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers))}
     helpers = [subprocess.Popen(line, env=threads) for _ in range(workers - 1)]
     try:

@@ -1,8 +1,11 @@
 """Small federations for every test."""
 
 import itertools
+import os
 import shutil
 from pathlib import Path
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # tests import mlflow before the package does
 
 import pytest
 import torch

@@ -56,6 +56,20 @@ def test_importing_is_cheap(imported, absent):
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize(("own", "off"), [(None, True), ("false", False)])
+def test_mlflow_reports_no_usage_unless_the_user_wants_it(own, off):
+    """Whichever module imports it first. MLflow is silent in tests and CI, so the process knows of neither."""
+    names = ("MLFLOW_DISABLE_TELEMETRY", "DO_NOT_TRACK", "PYTEST_CURRENT_TEST", "CI", "GITHUB_ACTIONS", "GITLAB_CI")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    script = (
+        "import dpfl_lightning.reporting.mlflow.models, mlflow.telemetry as t; print(t.get_telemetry_client() is None)"
+    )
+    env |= {"PYTHONPATH": str(ROOT)} | ({} if own is None else {"MLFLOW_DISABLE_TELEMETRY": own})
+    done = subprocess.run([sys.executable, "-c", script], env=env, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [str(off)]
+
+
+@pytest.mark.e2e
 def test_a_wheel_holds_types_presets_and_the_console_command(tmp_path):
     """Installed from a wheel into an empty folder: `dpfl fit --config digits` finds its preset there."""
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]

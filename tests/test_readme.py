@@ -46,6 +46,7 @@ LINES = list(
 PYTHON = [(page, text) for page, _, kind, text in BLOCKS if kind == "python"]
 YAML = [(page, text) for page, _, kind, text in BLOCKS if kind == "yaml"]
 COMPLETION = 'eval "$(dpfl completion bash)"'
+PAGE_OF_MLFLOW = "MLFLOW_DISABLE_TELEMETRY=true mlflow ui"
 INSTALL = "pip install -q -c constraints.txt ."
 
 
@@ -81,7 +82,7 @@ def run_warm(command: str, folder: Path) -> str:
 
 
 def test_every_command_has_a_test_here():
-    known = ("dpfl ", "python -m experiments.papers", "torchrun ", "srun ", "mlflow ui", "docker ", COMPLETION)
+    known = ("dpfl ", "python -m experiments.papers", "torchrun ", "srun ", PAGE_OF_MLFLOW, "docker ", COMPLETION)
     installs = [line for line in LINES if line.startswith("python3 -m venv") and INSTALL in line]
     assert set(LINES) == {*lines(*known), *installs, *lines('echo "POSTGRES_PASSWORD=', "export DPFL_ACCOUNT=")}
 
@@ -162,10 +163,10 @@ def test_ranks_by_slurm(workplace):
 
 
 def test_the_tracking_page_answers(workplace):
-    (command,) = lines("mlflow ui")
+    (command,) = lines(PAGE_OF_MLFLOW)
     run_warm("dpfl fit --config conf/digits.yaml --rounds 1", workplace)
     port = ranked_runs.free_port()
-    words = shlex.split(command)
+    words = shlex.split(command.removeprefix("MLFLOW_DISABLE_TELEMETRY=true "))
     words[0] = str(Path(sys.executable).parent / words[0])
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     few = ["--port", str(port), "--workers", "1"]  # each worker imports MLflow anew

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -215,3 +215,40 @@ def test_a_stopped_search_is_saved_and_leaves_no_worker_behind(tmp_path):
     assert "RUNNING" not in statuses(tmp_path) and "KILLED" in statuses(tmp_path)
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
+
+
+# of a private search with two trials at once, and of a run on two ranks, that would charge for minutes
+PARTS = {
+    "search": "dpfl_lightning.sweep --config mine.yaml --output_dir out --workers 2 --rounds 1000",
+    "ranks": "torch.distributed.run --standalone --nproc_per_node 2 -m dpfl_lightning.fit --config digits "
+    "--rounds 5000 --tracking null --output_dir out",
+}
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_parts_of_a_killed_command_charge_nothing_more(kind, tmp_path):
+    """SIGKILL to the process that started them: it cannot tell them."""
+    search = {**SMALL["sweep"], "objective": "private", "training": {}, "trials": 4}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**SMALL, "sweep": search}))
+
+    def lines() -> dict[Path, int]:
+        found = {path: path.read_bytes().count(b"\n") for path in tmp_path.glob("out/**/ledger.jsonl")}
+        return {path: count for path, count in found.items() if count > 1}  # beside the header
+
+    process = begun(PARTS[kind].split(), tmp_path, "out/**/ledger.jsonl")
+    try:
+        while len(lines()) < (2 if kind == "search" else 1):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        process.kill()
+        process.wait()
+        before = lines()
+        _, err = process.communicate(timeout=60)  # until its last part has ended
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    after = lines()
+    assert after.keys() == before.keys(), "no further trial begins"
+    more = sum(after.values()) - sum(before.values())
+    assert more <= 5, "at most the charge, of five clients, that was being written"
+    assert "stopped by the end of the process that started it" in err and "Traceback" not in err, err

@@ -1,4 +1,7 @@
-"""Signals end a command as Ctrl-C does, by an exception, so that work can be saved; later ones do not interrupt it."""
+"""Signals end a command as Ctrl-C does, by an exception, so that work can be saved; later ones do not interrupt it.
+
+So does the end of the process that started this one as a part of its own work.
+"""
 
 import os
 import signal
@@ -23,6 +26,34 @@ class Terminated(KeyboardInterrupt):
         super().__init__()
         self.number = number
 
+    @property
+    def cause(self) -> str:
+        return signal.Signals(self.number).name
+
+
+class Orphaned(Terminated):
+    """Raised in a part of another process's work, before its next charge or trial, when that process has ended."""
+
+    cause = "the end of the process that started it"
+
+
+_starter: int | None = None  # see `part_of`
+
+
+def part_of(starter: int) -> None:
+    """Make this process a part of the work of its parent, the process `starter`: see `check_starter`."""
+    global _starter
+    _starter = starter
+
+
+def check_starter() -> None:
+    """Raise `Orphaned` if the process of which this one is a part has ended: nobody waits for more of its work.
+
+    A killed process cannot tell its children, but they then have another parent, on every system.
+    """
+    if _starter not in (None, os.getppid()):
+        raise Orphaned
+
 
 def words_and_status(error: KeyboardInterrupt) -> tuple[str, int]:
     """Return the reason for the end of a command, and its exit status (128 + the number of the signal).
@@ -32,7 +63,7 @@ def words_and_status(error: KeyboardInterrupt) -> tuple[str, int]:
     """
     if not isinstance(error, Terminated):
         return "stopped by Ctrl-C", 128 + signal.SIGINT
-    return f"stopped by {signal.Signals(error.number).name}", 128 + error.number
+    return f"stopped by {error.cause}", 128 + error.number
 
 
 def handlers() -> dict[int, Any]:

@@ -13,7 +13,7 @@ from optuna.storages import RetryHeartbeatStaleTrialCallback as Retry
 from optuna.trial import FrozenTrial, TrialState
 
 from dpfl_lightning.errors import UserError, in_one_line, require
-from dpfl_lightning.runtime.stopping import words_and_status
+from dpfl_lightning.runtime.stopping import check_starter, words_and_status
 from dpfl_lightning.search.options import AT_THE_END, SweepOptions
 from dpfl_lightning.search.samplers import pruner, sampler
 from dpfl_lightning.search.scores import directions
@@ -98,8 +98,10 @@ class Study:
         self._on_end = on_end
         vouched: set[int] = set()
         while True:
-            while self._left() > 0:
+            check_starter()
+            if self._left() > 0:
                 self._one_trial(act)
+                continue
             running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
             if not running:
                 return

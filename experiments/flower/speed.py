@@ -95,7 +95,7 @@ def _peak_memory(pid: int) -> int:
 
 def _tracked(folder: Path) -> dict[str, int]:
     """Return how much MLflow has of the only run of a store."""
-    from mlflow import MlflowClient
+    from dpfl_lightning.reporting.mlflow.store import MlflowClient
 
     client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
     experiments = [one.experiment_id for one in client.search_experiments()]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from dpfl_lightning.federated.messages import update
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import HOOKS, Strategy
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.runtime import stopping
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
@@ -144,6 +146,21 @@ def test_round_order_and_that_charges_come_before_training(make_loop):
     expected = [*beginning, *one_round(0, 4), *one_round(4, 8)]
     assert calls[: len(expected)] == expected
     assert calls[-1] == ("on_fit_end", 8)
+
+
+def test_a_part_of_another_process_charges_nothing_once_that_has_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(stopping, "_starter", os.getppid())
+
+    class Killed(Callback):
+        def on_round_end(self, view, report):
+            assert report.round == 1
+            monkeypatch.setattr(stopping, "_starter", -1)  # the parent is another one
+
+    privacy = private(4.0, accountant="rdp")
+    loop = small_loop(parts=[Killed()], privacy=privacy, output_dir=tmp_path / "run", rounds=3)
+    with pytest.raises(stopping.Orphaned):
+        loop.run()
+    assert [charge.round for charge in read_ledger(tmp_path / "run" / "ledger.jsonl")] == [1] * 4
 
 
 def test_strategies_that_do_not_fit_are_refused(make_loop):

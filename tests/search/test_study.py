@@ -13,6 +13,7 @@ import optuna
 import pytest
 
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.runtime import stopping
 from dpfl_lightning.runtime.digests import object_digest
 from dpfl_lightning.search.objectives import _Reporting
 from dpfl_lightning.search.options import SweepOptions
@@ -208,6 +209,19 @@ def test_ctrl_c_loses_no_trial(url):
     assert Counter(trial.state for trial in resumed.trials()) == {"complete": 4, "failed": 1}
     stopped, again = resumed.trials()[1:3]
     assert stopped.again and stopped.reason == "stopped by Ctrl-C" and again.found == stopped.found
+
+
+def test_a_part_of_another_process_begins_no_trial_once_that_has_ended(url, monkeypatch):
+    monkeypatch.setattr(stopping, "_starter", os.getppid())
+
+    def act(running):
+        monkeypatch.setattr(stopping, "_starter", -1)  # the parent is another one
+        return width(running)
+
+    left = study(url)
+    with pytest.raises(stopping.Orphaned):
+        left.work(act, lambda trial: None)
+    assert [trial.state for trial in left.trials()] == ["complete"]
 
 
 def test_a_stopped_trial_is_not_repeated_if_the_others_are_enough(url):

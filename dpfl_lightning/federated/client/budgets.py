@@ -19,6 +19,7 @@ from dpfl_lightning.privacy.ledger.account import PrivacyAccount
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
 from dpfl_lightning.privacy.mechanism import MECHANISMS
 from dpfl_lightning.privacy.sampling import SAMPLERS
+from dpfl_lightning.runtime.stopping import check_starter
 from dpfl_lightning.runtime.text import at_most
 
 _KNOWN = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, *MECHANISMS, type(None)}
@@ -156,6 +157,7 @@ class Budgets:
         return charge.number < len(known)
 
     def _charge(self, charges: Sequence[Charge]) -> list[int]:
+        check_starter()
         self._check_ledger(self.schedule)
         self._paid.update(charge.client for charge in charges)
         if self._numbers is not None:

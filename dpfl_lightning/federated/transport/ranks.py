@@ -27,7 +27,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from dpfl_lightning.errors import UserError, in_one_line
 from dpfl_lightning.federated.messages.clients import LostClients
 from dpfl_lightning.runtime.launcher import Launch, launched
-from dpfl_lightning.runtime.stopping import handled, handlers
+from dpfl_lightning.runtime.stopping import handled, handlers, part_of
 
 T = TypeVar("T")
 
@@ -145,6 +145,7 @@ def _fabric(device: str, launch: Launch) -> Fabric:
         advice = "Write --engine.device cpu, or auto, which takes a GPU if there is one."
         got = f"got {device!r}: {in_one_line(error).rstrip('.')}. {advice}"
         raise UserError(f"`engine.device` must be a device of this machine, {got}") from None
+    part_of(os.getppid())  # its launcher, without which the ranks could not join
     logging.disable(logging.INFO)  # otherwise each rank logs a line about every rank
     try:
         with handled(signal.SIG_DFL, handlers()):  # Python could not handle them until all ranks have started

@@ -1,4 +1,4 @@
-"""Writes to an MLflow server or file with limits on the time it may take. This is the only import of mlflow."""
+"""Writes to an MLflow server or file with limits on the time it may take."""
 
 import itertools
 import json
@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
-
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read on import; no usage reports from a privacy tool
 
 import mlflow
 import mlflow.store.db.utils
@@ -256,7 +254,7 @@ def how_to_open(uri: str | None = None, experiment_id: str | None = None) -> str
     )
     if uri.startswith(("http:", "https:")):
         return f"open {uri.rstrip('/')}{page}"
-    return f"mlflow ui --backend-store-uri {uri}, then open http://127.0.0.1:5000{page}"
+    return f"MLFLOW_DISABLE_TELEMETRY=true mlflow ui --backend-store-uri {uri}, then open http://127.0.0.1:5000{page}"
 
 
 def _experiment(client: MlflowClient, uri: str, name: str) -> str:
