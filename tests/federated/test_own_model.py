@@ -494,6 +494,19 @@ def test_a_training_step_without_a_loss_is_refused(make_loop):
         make_loop(module=step(lambda self, x, y: print(F.cross_entropy(self(x), y).shape)))
 
 
+def attending(self, x):
+    tokens = x[:, None, :, None] * self.net[0].weight.mean(dim=0)[:, None]
+    attended = F.scaled_dot_product_attention(tokens, tokens, tokens, None, 0.3 * self.training)
+    return self.net(F.dropout(attended[:, 0, :, 0] + x, 0.3, self.training))
+
+
+def test_dropout_by_functions_leaves_a_training_step_fast():
+    module = step(plain, forward=attending)
+    own, x, y = ClientModule(module).train(), torch.randn(8, 6), torch.arange(8) % 3
+    own.prepare(x, y, 3)
+    assert (own.adapted.part, own.adapted.unreduced) == ("", True)
+
+
 class Masked(nn.Module):
     """As models of Hugging Face: keywords, a mask, and the loss beside the logits if there are labels."""
 

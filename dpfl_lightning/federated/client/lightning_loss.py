@@ -227,7 +227,7 @@ class LightningLoss:
     def _agrees(self, output: Output, part: str | None, unreduced: bool, params: Params, x: Any, y: Tensor) -> bool:
         """Whether outputs of `forward` give, by this way, the loss of each record alone, with the same random draws.
 
-        False if anything but a layer with dropout draws, and if the step decides by numbers of several records.
+        False if anything but dropout draws random numbers, and if the step decides by numbers of several records.
         """
         self.part, self.unreduced = part, unreduced
 
@@ -243,8 +243,8 @@ class LightningLoss:
                 alone, drawn_alone = _drawn(y.device, lambda: losses(one_x, one_y))  # noqa: B023
                 if drawn != drawn_alone or not _close(alone, expected[None]):
                     return False
-            # Layers with dropout draw otherwise for a batch; by any other draw code may mix records now and then.
-            with fixed_rng(y.device), evaluating(*dropout_layers(self.module)):
+            # Dropout draws otherwise for a batch; by any other draw code may mix records now and then.
+            with fixed_rng(y.device), evaluating(*dropout_layers(self.module)), _WithoutDropout():
                 before = generator_states(y.device)
                 # Also beside extreme records, by which code may decide for all.
                 same = all(self._same_together(losses, some, y) for some in (x, tree_map(_with_extremes, x)))
@@ -411,7 +411,26 @@ class _SeparateLosses(TorchFunctionMode):
 
 
 _FUNCTIONS = (one for name, one in vars(F).items() if inspect.isfunction(one) and not name.startswith("_"))
-_LOSSES = {one: of for one in _FUNCTIONS if "reduction" in (of := inspect.signature(one)).parameters}
+_SIGNATURES = {one: inspect.signature(one) for one in _FUNCTIONS}
+_LOSSES = {one: of for one, of in _SIGNATURES.items() if "reduction" in of.parameters}
+_DROPOUTS = {
+    one: of
+    for one, of in _SIGNATURES.items()
+    if "training" in of.parameters and of.parameters.keys() & {"p", "dropout_p"}
+}
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Within it the functions of torch with dropout, which layers and models call, drop nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+            return func(**{**given, **(kwargs or {}), "dropout_p": 0.0})
+        if func not in _DROPOUTS:
+            return func(*args, **(kwargs or {}))
+        bound = _DROPOUTS[func].bind(*args, **(kwargs or {}))
+        return func(**{**bound.arguments, "training": False})
 
 
 class _Unread(Tensor):
