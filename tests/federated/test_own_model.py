@@ -26,6 +26,8 @@ from dpfl_lightning.fit import fit
 from dpfl_lightning.models.learning_rates import build_schedule
 from dpfl_lightning.models.model import load_trained
 from dpfl_lightning.models.optimizers import SGD, build_optimizer
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
+from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.reporting.progress import Progress
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
 from dpfl_lightning.strategies.clustering.local import Local
@@ -380,6 +382,129 @@ def test_class_weights_weigh_each_record_whatever_the_others_are():
 def test_a_training_step_that_reads_its_loss_runs_for_one_record_after_the_other(make_loop):
     ours, reference = (trained(make_loop, step(of), rounds=1) for of in (read, plain))
     torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
+
+
+def without_padding(self, x, y):
+    return (F.cross_entropy(self(x), y, reduction="none") * (x != 0).any(dim=1)).mean()
+
+
+def none_for_padding(self, x, y):
+    return F.cross_entropy(self(x), y) if (x != 0).any() else None
+
+
+def none_by_a_number(self, x, y):
+    return None if x.abs().sum().item() == 0 else F.cross_entropy(self(x), y)
+
+
+def none_and_penalty(self, x, y):
+    return F.cross_entropy(self(x), y) + (x**2).mean() * self.net[0].weight.norm() if (x != 0).any() else None
+
+
+def none_without_labels(self, x, y):
+    return None if (y < 0).all() else F.cross_entropy(self(x), y.clamp(min=0))
+
+
+def none_by_an_array(self, x, y):
+    return None if (y.numpy() < 0).all() else F.cross_entropy(self(x), y.clamp(min=0))
+
+
+def of_labelled(self, x, y):
+    return F.cross_entropy(self(x)[y >= 0], y[y >= 0])
+
+
+def of_masked(self, x, y):
+    return F.cross_entropy(self(x, y >= 0), y.clamp(min=0))
+
+
+def masking(self, x, mask=None):
+    return self.net(x if mask is None else x * mask[:, None])
+
+
+def without_nan(self, x, y):
+    return F.cross_entropy(self(x.nan_to_num()), y)
+
+
+def cut_off(self, x, y):
+    loss = F.cross_entropy(self(x), y)
+    return loss if loss.item() < 1e3 else 0 * loss
+
+
+@pytest.mark.parametrize(
+    "of, methods, unusual_x, unusual_y",
+    [
+        (without_padding, {}, 0.0, 0),
+        (none_for_padding, {}, 0.0, 0),
+        (none_by_a_number, {}, 0.0, 0),
+        (none_and_penalty, {}, 0.0, 0),
+        (none_without_labels, {}, 1.0, -100),
+        (none_by_an_array, {}, 1.0, -100),
+        (of_labelled, {}, 1.0, -100),
+        (of_masked, {"forward": masking}, 1.0, -100),
+        (without_nan, {}, torch.nan, 0),
+        (cut_off, {}, 1e6, 0),
+    ],
+)
+def test_what_a_training_step_does_for_unusual_records_only_is_trained(of, methods, unusual_x, unusual_y):
+    module = step(of, **methods)
+    own, x, y = ClientModule(module), torch.randn(8, 6), torch.arange(8) % 3
+    own.prepare(x, y, 3)
+    assert own.adapted.whole
+    x[1], y[1] = unusual_x, unusual_y
+    each = [module.training_step((x[row : row + 1], y[row : row + 1]), 0) for row in range(8)]
+    expected = torch.stack([torch.zeros(()) if one is None else one.detach() for one in each])
+    with torch.no_grad():
+        losses = own.sample_loss(own.named_trainable, x, y)
+        reported = own.reported_loss(own.flat, x, torch.arange(8), module.net(x), y)
+    torch.testing.assert_close(losses, expected, equal_nan=True)
+    torch.testing.assert_close(reported, expected, equal_nan=True)
+    clipped_sum = clipped_sum_for(module, own.sample_loss, x[:0], y[:0])[0]
+    request = ClipRequest(1e9, group=torch.arange(8), num_groups=8)
+    ours = clipped_sum(own.named_trainable, x, y, request)[0].float()
+    for one, gradient in zip(each, ours, strict=True):
+        grads = torch.autograd.grad(one, own.trainable) if one is not None else map(torch.zeros_like, own.trainable)
+        right = torch.cat([part.reshape(-1) for part in grads]).nan_to_num()
+        torch.testing.assert_close(gradient, right, rtol=1e-4, atol=1e-5)
+
+
+def of_views(self, x, y):
+    weight = torch.ones(3, device=x.device, dtype=x.dtype) + torch.zeros_like(x).sum() + x.new_zeros(3)
+    return F.cross_entropy(self(x.view(len(x), -1).float().contiguous().to(self.device)), y, weight=weight)
+
+
+def of_wide(self, x, y):
+    return F.cross_entropy(self(x.double()), y)
+
+
+def of_log(self, x, y):
+    loss = F.cross_entropy(self(x), y)
+    self.log("loss", float(loss) + loss.item())
+    return loss
+
+
+@pytest.mark.parametrize("of", [of_views, of_wide, of_log])
+def test_shapes_dtypes_and_logs_leave_a_training_step_fast(of):
+    module = step(of, forward=lambda self, x: self.net(x.float()))
+    own, x, y = ClientModule(module), torch.randn(8, 6), torch.arange(8) % 3
+    own.prepare(x, y, 3)
+    assert (own.adapted.part, own.adapted.unreduced) == ("", True)
+
+
+def test_a_training_step_without_a_loss_is_refused(make_loop):
+    with pytest.raises(UserError, match="`training_step` must return a loss"):
+        make_loop(module=step(lambda self, x, y: print(F.cross_entropy(self(x), y).shape)))
+
+
+def attending(self, x):
+    tokens = x[:, None, :, None] * self.net[0].weight.mean(dim=0)[:, None]
+    attended = F.scaled_dot_product_attention(tokens, tokens, tokens, None, 0.3 * self.training)
+    return self.net(F.dropout(attended[:, 0, :, 0] + x, 0.3, self.training))
+
+
+def test_dropout_by_functions_leaves_a_training_step_fast():
+    module = step(plain, forward=attending)
+    own, x, y = ClientModule(module).train(), torch.randn(8, 6), torch.arange(8) % 3
+    own.prepare(x, y, 3)
+    assert (own.adapted.part, own.adapted.unreduced) == ("", True)
 
 
 class Masked(nn.Module):

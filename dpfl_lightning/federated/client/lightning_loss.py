@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from itertools import takewhile
 from typing import Any, TypeGuard
 
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torchmetrics import Metric, MetricCollection
 
 from dpfl_lightning.errors import UserError, require
@@ -32,15 +34,17 @@ Output = Callable[[Params, Any], Tensor]
 
 #: what a run uses of a LightningModule, or what changes nothing in it
 _USED = {"forward", "training_step", "configure_optimizers", "configure_model"}
+#: what a log of a batch's loss gets while ways are compared: a decision by it shows
+_LOGGED = (-math.inf, math.inf, math.nan)
 
 
 class LightningLoss:
     """`training_step` of a LightningModule as a loss for each record; its metrics and `log` are silent meanwhile.
 
-    The loss of a record is what `training_step(batch, 0)` returns for a batch of this record alone. If it depends on
-    the records only by the outputs of `forward` (or of one child module) and by y, in training and in evaluation mode,
-    these are computed for all records of a batch at once, so that engines can use layer rules. Otherwise the whole
-    `training_step` runs: for a batch at once if its losses of torch can be kept apart, else for each record.
+    The loss of a record is what `training_step(batch, 0)` returns for a batch of this record alone, 0 for None. If it
+    reads the records only by the outputs of `forward` (or of one child module) and by y, in training and in evaluation
+    mode, these are computed for all records at once, so that engines can use layer rules. Otherwise the whole step
+    runs: for a batch at once if its losses of torch can be kept apart and it decides nothing by numbers, else for each.
 
     A mean of torch that is weighted by classes becomes the mean of weighted losses: its divisor, the sum of the
     weights, would depend on other records.
@@ -54,6 +58,7 @@ class LightningLoss:
         self.example: Any = None
         self.unreduced = False  # whether `training_step` gives a loss for each record if torch's losses are not reduced
         self.calls_forward = True  # whether `training_step` calls the module, on whose outputs metrics are computed
+        self._logged: float | None = None  # what a log of a batch's loss gets, None for the mean
         self.whole = True  # whether every loss is computed by the whole `training_step`; until `prepare`
         self.form = PAIR
         self._further_names = further_names(_TrainingStep(self))  # known once, as in `Model`
@@ -88,14 +93,15 @@ class LightningLoss:
                     for trial in _trials(params, x, y, num_classes):
                         self._require_mean_of_records(*trial)
             way = next((way for way in ways if agrees(*way)), (None, False))
-            self.calls_forward = self._calls_forward(x, y)
+            self._try_once(x, y)
         changed = [name for name, value in _kept(self.module).items() if before.get(name) != value]
         must = "not keep anything of a batch for the next call"
         require(not changed, "training_step", must, ", ".join(changed), "Remove these attributes.")
         self.part, self.unreduced = way
         self.whole = self.part is None
 
-    def _calls_forward(self, x: Any, y: Tensor) -> bool:
+    def _try_once(self, x: Any, y: Tensor) -> None:
+        """Note whether `training_step` calls the module; raise UserError if it gives no loss of random records."""
         called, forward = [], self.module.forward
 
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -103,12 +109,13 @@ class LightningLoss:
             return forward(*args, **kwargs)
 
         with self._silent(), _replaced([(self.module, {"forward": noted})]):
-            self._step(x, y)
-        return bool(called)
+            answer = self._answer(x, y)
+        require(answer is not None, "training_step", "return a loss of random records", "None", "Return it.")
+        self.calls_forward = bool(called)
 
     def _runs_under_vmap(self, params: Params, x: Any, y: Tensor) -> bool:
         try:
-            vmap(partial(self._of_one, params), randomness="different")(x, y)
+            vmap(functools.partial(self._of_one, params), randomness="different")(x, y)
         except Exception:  # a user's code may raise anything
             return False
         return True
@@ -121,7 +128,7 @@ class LightningLoss:
 
     def _one_by_one(self, params: Params, x: Any, y: Tensor) -> Tensor:
         if self.runs_under_vmap and len(y) != 1:
-            return vmap(partial(self._of_one, params), randomness="different")(x, y)
+            return vmap(functools.partial(self._of_one, params), randomness="different")(x, y)
         return torch.stack([self._of_one(params, take(x, row), y[row]) for row in range(len(y))])
 
     def _of_one(self, params: Params, x: Any, y: Tensor) -> Tensor:
@@ -132,8 +139,14 @@ class LightningLoss:
         part = self.module if not self.part else self.module.get_submodule(self.part)
 
         def of(output: Any, y: Tensor) -> Tensor:
-            with _replaced([(part, {"forward": lambda *args, **kwargs: output})]):
-                return self._step(self.example, y)
+            def given(*args: Any, **kwargs: Any) -> Any:
+                further = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+                if not all(isinstance(one, _Unread) for one in further):  # perhaps a mask by y
+                    raise _differing("another argument of forward")
+                return output
+
+            with _replaced([(part, {"forward": given})]):
+                return self._step(tree_map(_Unread, self.example), y)
 
         def of_one(output: Any, y: Tensor) -> Tensor:
             return of(tree_map(lambda one: one[None], output), y[None]).reshape(())
@@ -142,7 +155,7 @@ class LightningLoss:
             if not self.unreduced:
                 with _SeparateLosses():
                     return vmap(of_one, randomness="different")(output, y)
-            with _SeparateLosses(len(y)):
+            with _SeparateLosses(len(y), self._logged):
                 return of(output, y)
 
     def _require_mean_of_records(self, params: Params, x: Any, y: Tensor) -> None:
@@ -214,7 +227,7 @@ class LightningLoss:
     def _agrees(self, output: Output, part: str | None, unreduced: bool, params: Params, x: Any, y: Tensor) -> bool:
         """Whether outputs of `forward` give, by this way, the loss of each record alone, with the same random draws.
 
-        False if anything but a layer with dropout draws random numbers.
+        False if anything but dropout draws random numbers, and if the step decides by numbers of several records.
         """
         self.part, self.unreduced = part, unreduced
 
@@ -230,8 +243,8 @@ class LightningLoss:
                 alone, drawn_alone = _drawn(y.device, lambda: losses(one_x, one_y))  # noqa: B023
                 if drawn != drawn_alone or not _close(alone, expected[None]):
                     return False
-            # Layers with dropout draw otherwise for a batch; by any other draw code may mix records now and then.
-            with fixed_rng(y.device), evaluating(*dropout_layers(self.module)):
+            # Dropout draws otherwise for a batch; by any other draw code may mix records now and then.
+            with fixed_rng(y.device), evaluating(*dropout_layers(self.module)), _WithoutDropout():
                 before = generator_states(y.device)
                 # Also beside extreme records, by which code may decide for all.
                 same = all(self._same_together(losses, some, y) for some in (x, tree_map(_with_extremes, x)))
@@ -239,16 +252,36 @@ class LightningLoss:
         except Exception:  # a user's code may raise anything for an unexpected output
             return False
 
-    @staticmethod
-    def _same_together(losses: Callable[[Any, Tensor], Tensor], x: Any, y: Tensor) -> bool:
-        alone = [losses(take(x, slice(row, row + 1)), y[row : row + 1]) for row in range(len(y))]
-        return _close(losses(x, y), torch.cat(alone))
+    def _same_together(self, losses: Callable[[Any, Tensor], Tensor], x: Any, y: Tensor) -> bool:
+        alone = torch.cat([losses(take(x, slice(row, row + 1)), y[row : row + 1]) for row in range(len(y))])
+        try:
+            for self._logged in _LOGGED:
+                with self._undecided() if self.unreduced else nullcontext():  # `vmap` refuses such code by itself
+                    together = losses(x, y)
+                if not _close(together, alone):
+                    return False
+        finally:
+            self._logged = None
+        return True
 
-    def _step(self, x: Any, y: Tensor, index: int = 0) -> Tensor:
-        """The loss that `training_step` returns for a batch."""
+    @contextmanager
+    def _undecided(self) -> Iterator[None]:
+        """Within it `training_step` raises an error if it decides by numbers; what layers decide, engines check."""
+        watch = _Undecided()
+        layers = (one for one in self.module.modules() if any(True for _ in one.parameters()))
+        with _replaced([(one, {"forward": watch.unwatched(one.forward)}) for one in layers]), watch:
+            yield
+
+    def _answer(self, x: Any, y: Tensor, index: int = 0) -> Any:
         step, batch = self.module.training_step, self.form.batch(x, y)
         takes_index = len(inspect.signature(step).parameters) > 1
-        answer = step(batch, index) if takes_index else step(batch)
+        return step(batch, index) if takes_index else step(batch)
+
+    def _step(self, x: Any, y: Tensor, index: int = 0) -> Tensor:
+        """The loss that `training_step` returns for a batch; 0 for None, as Lightning skips such a batch."""
+        answer = self._answer(x, y, index)
+        if answer is None:
+            return next(self.module.parameters()).flatten()[:0].sum()  # has a derivative, which is 0
         loss = answer.get("loss") if isinstance(answer, Mapping) else answer
         if not isinstance(loss, Tensor):
             raise TypeError(f"training_step must return a loss, got {type(loss).__name__}.")
@@ -261,7 +294,7 @@ class LightningLoss:
         """
         x = tree_map(torch.clone, x)
         named = {f"module.{name}": value for name, value in params.items()}
-        with self._silent(), _SeparateLosses(records):
+        with self._silent(), _SeparateLosses(records, self._logged):
             loss = call(_TrainingStep(self), named, self._further_names, (x, y, index))
         return loss.reshape(()) if records is None else loss
 
@@ -342,18 +375,20 @@ class _TrainingStep(nn.Module):
 class _SeparateLosses(TorchFunctionMode):
     """Within it the losses of torch.nn.functional, which the loss modules call, are those of each of `records`, `[B]`.
 
-    What reads such losses as one number, for a log, gets the mean. Without `records` only means weighted by classes
-    change: to the mean of the weighted losses.
+    What reads such losses as one number, for a log, gets `logged`, or their mean. Lists of numbers cannot be read.
+    Without `records` only means weighted by classes change: to the mean of the weighted losses.
     """
 
-    def __init__(self, records: int | None = None) -> None:
+    def __init__(self, records: int | None = None, logged: float | None = None) -> None:
         super().__init__()
-        self._records = records
+        self._records, self._logged = records, logged
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._records and func in (Tensor.item, Tensor.__float__) and args[0].numel() > 1:
-            return func(args[0].mean())
+            return func(args[0].mean()) if self._logged is None else self._logged
+        if self._records and func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            raise _differing(func.__name__)
         if func not in _LOSSES:
             return func(*args, **kwargs)
         bound = _LOSSES[func].bind(*args, **kwargs)
@@ -376,7 +411,100 @@ class _SeparateLosses(TorchFunctionMode):
 
 
 _FUNCTIONS = (one for name, one in vars(F).items() if inspect.isfunction(one) and not name.startswith("_"))
-_LOSSES = {one: of for one in _FUNCTIONS if "reduction" in (of := inspect.signature(one)).parameters}
+_SIGNATURES = {one: inspect.signature(one) for one in _FUNCTIONS}
+_LOSSES = {one: of for one, of in _SIGNATURES.items() if "reduction" in of.parameters}
+_DROPOUTS = {
+    one: of
+    for one, of in _SIGNATURES.items()
+    if "training" in of.parameters and of.parameters.keys() & {"p", "dropout_p"}
+}
+
+
+class _WithoutDropout(TorchFunctionMode):
+    """Within it the functions of torch with dropout, which layers and models call, drop nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False))
+            return func(**{**given, **(kwargs or {}), "dropout_p": 0.0})
+        if func not in _DROPOUTS:
+            return func(*args, **(kwargs or {}))
+        bound = _DROPOUTS[func].bind(*args, **(kwargs or {}))
+        return func(**{**bound.arguments, "training": False})
+
+
+class _Unread(Tensor):
+    """Inputs `[B, *X]` of which shape, dtype and device can be read, and no number: UserError.
+
+    Views of them are such inputs, too, and copies in a dtype that holds all their numbers.
+    """
+
+    _numbers: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor) -> _Unread:
+        made = Tensor._make_wrapper_subclass(
+            cls, numbers.shape, numbers.stride(), dtype=numbers.dtype, device=numbers.device
+        )
+        made._numbers = numbers
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if not isinstance(args[0], _Unread):
+            raise _differing(name)
+        own = args[0].dtype
+        asked = kwargs.get("dtype") or own
+        args, kwargs = tree_map_only(_Unread, lambda one: one._numbers, (args, kwargs))
+        if name.startswith("new_") or name.endswith("_like"):
+            return func(*args, **kwargs)
+        if not (func.is_view or name == "clone" or (name == "_to_copy" and torch.promote_types(own, asked) == asked)):
+            raise _differing(name)  # of no type that an operator of Python, such as !=, catches
+        return tree_map_only(Tensor, _Unread, func(*args, **kwargs))
+
+
+class _Undecided(TorchDispatchMode):
+    """Within it code that decides by numbers, such as `mask.any()`, raises an error, but in `unwatched` functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watching = True
+
+    def unwatched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def of_layer(*args: Any, **kwargs: Any) -> Any:
+            before, self._watching = self._watching, False
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._watching = before
+
+        return of_layer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._watching and any(tag in func.tags for tag in _DECIDING) and not _by_places(func, args):
+            raise _differing(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+_DECIDING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def _by_places(func: Any, args: Any) -> bool:
+    """Whether an operator takes the numbers at places, and not those where a mask is true."""
+    if func.overloadpacket is not torch.ops.aten.index:
+        return False
+    return not any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1])
+
+
+def _differing(what: str) -> UserError:
+    """Of code that was not run for the random records."""
+    return UserError(
+        f"`training_step` must do the same with all records, got {what} for some only. Compute it for all, and choose "
+        "by torch.where."
+    )
 
 
 def is_lightning(module: nn.Module) -> TypeGuard[L.LightningModule]:
