@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,11 +10,12 @@ from torch import Tensor, nn
 
 from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.models import check_net
+from dpfl_lightning.models.operators import CheckedOperators
 from dpfl_lightning.models.tasks import TASKS, Task, task_of
 from dpfl_lightning.privacy.clipping.inputs import Inputs, arguments
 from dpfl_lightning.privacy.clipping.reference import Params
 from dpfl_lightning.privacy.clipping.stateless import call, further_names
-from dpfl_lightning.privacy.clipping.structure import is_known_loss
+from dpfl_lightning.privacy.clipping.structure import code_of_users, is_known_loss
 
 FORWARD_CHUNK = 100  # records of a forward pass without gradients, so that activations stay in the caches
 DEVICE_FORWARD_CHUNK = 1000  # on other devices than a CPU: few, large kernels
@@ -64,6 +66,7 @@ class Model(nn.Module):
         self.net, self.named_task = net, task
         self.given_loss, self.given_output = loss, output
         self.personal = tuple(personal) or tuple(getattr(net, "personal", ()))
+        self._users_code = bool(code_of_users(net, None))
         self._further_names = further_names(net)  # known once, because finding them takes half of a call
         self._shapes = {name: p.shape for name, p in net.named_parameters() if p.requires_grad}
         for name in self.personal:
@@ -83,7 +86,8 @@ class Model(nn.Module):
 
         They are what it returns, its `logits` if it returns an object or a dictionary, or the first of a list.
         """
-        returned = call(self.net, params, self._further_names, *arguments_of(self.net, x))
+        with CheckedOperators() if self._users_code else nullcontext():
+            returned = call(self.net, params, self._further_names, *arguments_of(self.net, x))
         if self.given_output is not None:
             tensor, advice = self.given_output(returned), "It gets what the model returns."
             require(isinstance(tensor, Tensor), "output", "return a tensor `[B, ...]`", type(tensor).__name__, advice)
@@ -101,7 +105,8 @@ class Model(nn.Module):
         """Return one loss per record `[B]` for `output [B, ...]`, `y [B, ...]`: the given one, or that of the task."""
         if self.given_loss is None:
             return (self.task or self.infer_task(output, y)).loss(output, y)
-        losses = self.given_loss(output, y)
+        with CheckedOperators():
+            losses = self.given_loss(output, y)
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         must = f"return one loss for each record, of shape ({len(y)},)"
         require(shape == (len(y),), "loss", must, shape, "Losses of torch do with reduction='none'.")

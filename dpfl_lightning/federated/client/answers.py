@@ -31,9 +31,11 @@ from dpfl_lightning.privacy.clipping.reference import (
     Params,
     clip_factors,
     evaluating,
+    owners_of,
     summing_dtype,
 )
 from dpfl_lightning.privacy.clipping.trial_records import moved_parameters
+from dpfl_lightning.privacy.clipping.watched import LeftVmap, Watch
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator
 
@@ -141,23 +143,38 @@ def _bounded_sum(
     x, y = passes.padding if nobody else (x, y)
     compute, kind = _computation(query, query.mechanism_of[client]), type(query.question).__name__
 
-    def row(x: Inputs, y: Tensor) -> Tensor:
-        rows = compute(query.question, client, module, take(x, None), y[None])
+    owners = [*owners_of(module.net, module.sample_loss), compute]
+    in_vmap, alone = Watch(owners, under_vmap=True), Watch(owners, under_vmap=False)
+
+    def row(watch: Watch, x: Inputs, y: Tensor) -> Tensor:
+        one = take(x, None), y[None]
+        watch.enter(*one)
+        with watch.calls:
+            rows = compute(query.question, client, module, *one)
         if not (isinstance(rows, Tensor) and rows.ndim == 2 and len(rows) == 1 and not rows.is_complex()):
             got = f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
             must = "be one row of real numbers for each record, shape (1, k) for one record"
             raise ValueError(f"the rows of {kind} must {must}, got {got}")
         return rows[0].to(summing_dtype(rows))
 
-    of_pass, total = vmap(row, randomness="different"), None
+    of_pass, total = vmap(functools.partial(row, in_vmap), randomness="different"), None
 
     def bounded_rows(x: Inputs, y: Tensor) -> Tensor:  # of a whole pass: a GPU adds by the number of rows
-        return bounded(of_pass(x, y))
+        try:
+            rows = of_pass(x, y)
+        except LeftVmap:  # with these models: nothing under `vmap` can decide by a record
+            return torch.cat([bounded_row(take(x, [number]), y[[number]]) for number in range(len(y))])
+        in_vmap.check()
+        return bounded(rows)
 
     def bounded_row(x: Inputs, y: Tensor) -> Tensor:
-        return bounded(row(take(x, 0), y[0])[None])
+        found = bounded(row(alone, take(x, 0), y[0])[None])
+        alone.check()
+        return found
 
     with evaluating(module.net):
+        in_vmap.begin()
+        alone.begin()
         evidence = functools.partial(_evidence, module, moved_parameters(module.net), passes, of_pass)
         for rows in passes.rows(kind, bounded_rows, x, y, evidence, bounded_row):
             part = rows.sum(dim=0)

@@ -24,6 +24,7 @@ from torchmetrics import Metric, MetricCollection
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.draws import fixed_rng, generator_states
+from dpfl_lightning.models.operators import CheckedOperators
 from dpfl_lightning.privacy.clipping.checked import dropout_layers
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, take
 from dpfl_lightning.privacy.clipping.isolation import LIVELY
@@ -275,7 +276,8 @@ class LightningLoss:
     def _answer(self, x: Any, y: Tensor, index: int = 0) -> Any:
         step, batch = self.module.training_step, self.form.batch(x, y)
         takes_index = len(inspect.signature(step).parameters) > 1
-        return step(batch, index) if takes_index else step(batch)
+        with CheckedOperators():
+            return step(batch, index) if takes_index else step(batch)
 
     def _step(self, x: Any, y: Tensor, index: int = 0) -> Tensor:
         """The loss that `training_step` returns for a batch; 0 for None, as Lightning skips such a batch."""

@@ -134,10 +134,10 @@ def clipped_sum_for(
     >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]
     'fast: exact rules for all layers'
     """
-    sample_loss = sample_loss or cross_entropy_of(net)
+    users_code, sample_loss = code_of_users(net, sample_loss), sample_loss or cross_entropy_of(net)
     with _drawing_nothing(net):
         passes, trials = passes_of(net, sample_loss, example_x, example_y)
-        kind, reason = _kind_of(net, sample_loss, trials, passes)
+        kind, reason = _kind_of(net, sample_loss, trials, passes, users_code)
         clipped_sum = CheckedSum(net, sample_loss, passes, kind)
         if reason.startswith("fast") and isinstance(clipped_sum.choose(), LoopClippedSum):
             clipped_sum = _vmap_or_loop(net, sample_loss, passes)
@@ -212,9 +212,12 @@ def _by_vmap(padding: Batch, net: nn.Module, sample_loss: SampleLoss, size: int)
 
 
 def _kind_of(
-    net: nn.Module, sample_loss: SampleLoss, trials: TrialRecords, passes: FixedPasses
+    net: nn.Module, sample_loss: SampleLoss, trials: TrialRecords, passes: FixedPasses, users_code: str
 ) -> tuple[Kind | None, str]:
-    """Return how gradients are computed, and why: the first of rules and `vmap` that gives those of the loop."""
+    """Return how gradients are computed, and why: the first of rules and `vmap` that gives those of the loop.
+
+    There are no rules for `users_code`, which may see other records of a batch.
+    """
     kinds = FEW_KINDS if _is_large(passes) else [*range(KINDS)]
     of_dtype = functools.partial(Reference, net, sample_loss, trials, kinds)
     in_own_dtype = of_dtype(None) if _is_large(passes) else None
@@ -226,7 +229,7 @@ def _kind_of(
             reference.row(0)
         except Exception:  # a device or loss without float64; any other error is raised again
             reference = of_dtype(torch.float32)
-        kind, cause = None, code_of_users(net, sample_loss)
+        kind, cause = None, users_code
         if not cause:
             try:
                 reads = reads_of(reference.loss, *reference.example)

@@ -43,8 +43,18 @@ LOSSES: frozenset[type[nn.Module]] = frozenset(
 #: classes of libraries whose `forward` was read: module -> (version that was read, names of classes)
 READ: dict[str, tuple[str, frozenset[str]]] = {
     "dpfl_lightning.models.nets": ("", frozenset({"BasicBlock", "InputTransform", "PersonalInput"})),
+    "transformers.activations": ("5.24.0", frozenset({"GELUActivation"})),
+    "transformers.models.bert.modeling_bert": (
+        "5.24.0",
+        frozenset(
+            {"BertModel", "BertForSequenceClassification", "BertForTokenClassification", "BertEmbeddings"}
+            | {"BertEncoder", "BertLayer", "BertAttention", "BertSelfAttention", "BertSelfOutput", "BertIntermediate"}
+            | {"BertOutput", "BertPooler"}
+        ),
+    ),
 }
 _FUNCTIONS = frozenset({F.relu, F.gelu, torch.relu})  # activations that a layer is given
+_ATTENTION = (None, "eager", "sdpa")  # of transformers: a user may register others
 
 
 def code_of_users(net: nn.Module, sample_loss: SampleLoss | None) -> str:
@@ -70,10 +80,10 @@ def is_known_loss(loss: object) -> bool:
 def _is_known(part: nn.Module) -> bool:
     kind = type(part)
     if kind in LAYERS:
-        given = vars(part).get("activation")
-        return given is None or given in _FUNCTIONS
+        return True
     version, names = READ.get(kind.__module__, ("", frozenset()))
-    return kind.__name__ in names and (not version or _version_of(kind) == version)
+    usual = getattr(getattr(part, "config", None), "_attn_implementation", None) in _ATTENTION
+    return usual and kind.__name__ in names and (not version or _version_of(kind) == version)
 
 
 def _version_of(kind: type) -> str:
@@ -81,9 +91,9 @@ def _version_of(kind: type) -> str:
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """Return whether a module has no hooks, no method of its own instance, and tensors of torch's own types."""
+    """Return whether a module has no hooks, no functions of its instance, and tensors of torch's own types."""
     hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-    replaced = any(inspect.isfunction(getattr(type(part), name, None)) for name in vars(part))
+    replaced = any(inspect.isroutine(one) and one not in _FUNCTIONS for one in vars(part).values())
     tensors = (one for one in (*part._parameters.values(), *part._buffers.values()) if one is not None)
     return not (any(hooks) or replaced) and all(type(one) in (Tensor, nn.Parameter) for one in tensors)
 
