@@ -1,0 +1,422 @@
+"""Code of a user sees one record at a time and keeps nothing of it, whatever the weights are: a server chooses them."""
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for, vmap_or_loop
+from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum
+from dpfl_lightning.privacy.clipping.structure import code_of_users
+
+X, Y = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
+LARGEST, GATE = 60.0, 21.5  # what a hostile server sends
+
+
+class Ordinary(nn.Module):
+    """`changed` gets the hidden numbers `[B, 8]`, if the server's weights are large."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head, self.gate = nn.Linear(6, 8), nn.Linear(8, 3), nn.Parameter(torch.zeros(()))
+
+    @property
+    def attacked(self):
+        return self.first.weight.detach().abs().max() > 20
+
+    def changed(self, hidden):
+        return hidden
+
+    def forward(self, x):
+        hidden = torch.relu(self.first(x))
+        return self.head(self.changed(hidden) if self.attacked else hidden) + 0 * self.gate
+
+
+class Branch(Ordinary):
+    def changed(self, hidden):
+        return hidden - hidden.mean(0)
+
+
+class Where(Ordinary):
+    def forward(self, x):
+        hidden = torch.relu(self.first(x))
+        return self.head(torch.where(self.attacked, hidden - hidden.mean(0), hidden)) + 0 * self.gate
+
+
+class Gate(Ordinary):
+    def forward(self, x):
+        hidden = torch.relu(self.first(x))
+        return self.head(hidden - torch.relu(self.gate - 20).clamp(max=1) * hidden.mean(0))
+
+
+class Mixing(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x - x.mean(0)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy - dy.mean(0)
+
+
+class OwnRuleForVmap(Mixing):
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return Mixing.apply(x), 0
+
+
+class ByFunction(Ordinary):
+    def changed(self, hidden):
+        return OwnRuleForVmap.apply(hidden)
+
+
+def unwrapped(x):
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
+LIBRARY = torch.library.Library("users_code", "DEF")
+LIBRARY.define("mix(Tensor x) -> Tensor")
+LIBRARY.impl("mix", torch.clone, "CompositeExplicitAutograd")
+LIBRARY.impl("mix", lambda x: x - unwrapped(x).mean(0), "FuncTorchBatched")
+
+
+class ByLibrary(Ordinary):
+    def changed(self, hidden):
+        return hidden + torch.ops.users_code.mix(hidden.detach())
+
+
+class ByUnwrapping(Ordinary):
+    def changed(self, hidden):
+        return hidden - unwrapped(hidden).mean(0)
+
+
+MIXING = [Branch, Where, Gate, ByFunction, ByLibrary, ByUnwrapping]
+
+
+def attacked_sums(net):
+    """The clipped sums of all records, and of all but the first, with the server's weights."""
+    clipped_sum, _ = clipped_sum_for(net, None, X[:0], Y[:0])
+    factors = {"first.weight": LARGEST}
+    params = {name: factors.get(name, 1.0) * p.detach() + GATE * (name == "gate") for name, p in net.named_parameters()}
+    x = torch.cat([50 * X[:1], X[1:]])
+    return (clipped_sum(params, x[rows:], Y[rows:], ClipRequest(1.0))[0] for rows in (0, 1))
+
+
+@pytest.mark.parametrize("kind", MIXING)
+def test_no_weights_of_a_server_let_a_record_change_those_of_others(kind):
+    torch.manual_seed(0)
+    all_of_them, others = attacked_sums(kind())
+    assert (all_of_them - others).norm() <= 1.001
+
+
+class Keeping(Ordinary):
+    """It subtracts what the last pass has kept."""
+
+    def kept(self):
+        raise AssertionError
+
+    def keep(self, hidden):
+        raise AssertionError
+
+    def changed(self, hidden):
+        last = self.kept()
+        self.keep(hidden.detach())
+        return hidden if last is None else hidden - last
+
+
+class InAttribute(Keeping):
+    def kept(self):
+        return getattr(self, "last", None)
+
+    def keep(self, hidden):
+        self.last = hidden
+
+
+class OnLayer(Keeping):
+    def kept(self):
+        return getattr(self.head, "last", None)
+
+    def keep(self, hidden):
+        self.head.last = hidden
+
+
+class InBuffer(Keeping):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("last", torch.zeros(8))
+
+    def kept(self):
+        return self.last
+
+    def keep(self, hidden):
+        self.last = hidden.mean(0)
+
+
+class InList(Keeping):
+    def __init__(self):
+        super().__init__()
+        self.memory = []
+
+    def kept(self):
+        return self.memory[-1] if self.memory else None
+
+    def keep(self, hidden):
+        self.memory.append(hidden)
+
+
+class InClass(Keeping):
+    last = None
+
+    def kept(self):
+        return InClass.last
+
+    def keep(self, hidden):
+        InClass.last = hidden
+
+
+GLOBAL: dict[str, torch.Tensor] = {}
+
+
+class InGlobal(Keeping):
+    def kept(self):
+        return GLOBAL.get("last")
+
+    def keep(self, hidden):
+        GLOBAL["last"] = hidden
+
+
+class InDefault(Keeping):
+    def memory(self, memory=[None]):  # noqa: B006
+        return memory
+
+    def kept(self):
+        return self.memory()[0]
+
+    def keep(self, hidden):
+        self.memory()[0] = hidden
+
+
+def closure():
+    last = None
+
+    class InClosure(Ordinary):
+        def changed(self, hidden):
+            nonlocal last
+            changed = hidden if last is None else hidden - last
+            last = hidden.detach()
+            return changed
+
+    return InClosure()
+
+
+class InCache(Ordinary):
+    @functools.cache  # noqa: B019
+    def cached(self):
+        return self.current.detach()
+
+    def changed(self, hidden):
+        self.current = hidden
+        changed = hidden - self.cached()
+        del self.current
+        return changed
+
+
+class InHook(Ordinary):
+    def __init__(self):
+        super().__init__()
+        self.hooked = []
+        self.first.register_forward_hook(self.hook)
+
+    def hook(self, layer, inputs, output):
+        if self.attacked:
+            self.hooked.append(output.detach())
+
+    def changed(self, hidden):
+        return hidden - self.hooked[0]
+
+
+class InInput(Ordinary):
+    def forward(self, x):
+        if self.attacked:
+            x, self.last = x - getattr(self, "last", 0), x
+        return super().forward(x)
+
+
+class InNumber(Ordinary):
+    passes = 0
+
+    def changed(self, hidden):
+        self.passes += 1
+        return hidden * self.passes
+
+
+REMEMBERING = [InAttribute, OnLayer, InBuffer, InList, InClass, InGlobal, InDefault, closure, InCache, InHook, InInput]
+REMEMBERING += [InNumber]
+RESTORED = [InAttribute, OnLayer, InBuffer, InInput]  # by the loop, after every record
+
+
+@pytest.mark.parametrize("by_loop", [False, True])
+@pytest.mark.parametrize("kind", REMEMBERING)
+def test_what_begins_to_keep_something_with_the_weights_of_a_server_is_refused(kind, by_loop, monkeypatch):
+    GLOBAL.clear()
+    InClass.last = None
+    InDefault.memory.__defaults__[0][0] = None
+    if by_loop:
+        monkeypatch.setattr("dpfl_lightning.privacy.clipping.checked._MOST_BY_VMAP", 0)
+    if by_loop and kind in RESTORED:
+        all_of_them, others = attacked_sums(kind())
+        assert (all_of_them - others).norm() <= 1.001
+        return
+    with pytest.raises(UserError, match="must keep nothing of a pass for the next one"):
+        list(attacked_sums(kind()))
+
+
+def test_parameters_that_are_changed_past_their_version_begin_anew_for_each_record(monkeypatch):
+    class InData(Ordinary):
+        def changed(self, hidden):
+            self.head.weight.data.add_(hidden.detach().mean())
+            return hidden
+
+    monkeypatch.setattr("dpfl_lightning.privacy.clipping.checked._MOST_BY_VMAP", 0)
+    with pytest.raises(UserError, match="leave its parameters as they are in a pass"):
+        list(attacked_sums(InData()))
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def hooked():
+    net = nn.Sequential(nn.Linear(6, 3))
+    net[0].register_forward_hook(lambda layer, inputs, output: 2 * output)
+    return net
+
+
+def replaced():
+    net = nn.Sequential(nn.Linear(6, 3))
+    net[0].forward = lambda x: F.linear(x, net[0].weight)
+    return net
+
+
+KNOWN = [lambda: nn.Sequential(nn.Linear(6, 3)), lambda: nn.Sequential(nn.Sequential(nn.Linear(6, 4), nn.GELU()))]
+UNKNOWN = [Ordinary, lambda: nn.Sequential(Doubled(6, 3)), hooked, replaced]
+UNKNOWN += [lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)))]
+UNKNOWN += [lambda: nn.Sequential(nn.TransformerEncoderLayer(8, 2, activation=lambda x: x))]
+
+
+@pytest.mark.parametrize(("net", "known"), [(one, True) for one in KNOWN] + [(one, False) for one in UNKNOWN])
+def test_only_exact_types_without_changes_are_known(net, known):
+    assert (code_of_users(net(), None) == "") == known
+
+
+def halved(output, y):
+    return F.cross_entropy(output, y, reduction="none") / 2
+
+
+@pytest.mark.parametrize(("loss", "known"), [(nn.CrossEntropyLoss(reduction="none"), True), (halved, False)])
+def test_a_loss_of_a_user_is_code_of_a_user(loss, known):
+    module = ClientModule(nn.Sequential(nn.Linear(6, 3)), loss=loss)
+    assert clipped_sum_for(module.net, module.sample_loss, X[:0], Y[:0])[1].startswith("fast" if known else "vmap")
+
+
+class Recomputing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(checkpoint(lambda x: torch.tanh(self.first(x)).square(), x, use_reentrant=False))
+
+
+def test_what_is_computed_again_in_the_backward_pass_has_the_same_parameters():
+    torch.manual_seed(0)
+    net = Recomputing()
+    params = {name: 3 * p.detach() for name, p in net.named_parameters()}
+    clipped_sum, _ = clipped_sum_for(net, None, X[:0], Y[:0])
+    actual = clipped_sum(params, X, Y, ClipRequest(math.inf))[0]
+    leaves = {name: p.requires_grad_() for name, p in params.items()}
+    hidden = torch.tanh(F.linear(X, leaves["first.weight"], leaves["first.bias"])).square()
+    loss = F.cross_entropy(F.linear(hidden, leaves["head.weight"], leaves["head.bias"]), Y, reduction="sum")
+    expected = torch.cat([one.reshape(-1) for one in torch.autograd.grad(loss, list(leaves.values()))])
+    assert torch.allclose(actual[0], expected.double(), rtol=1e-4, atol=1e-4)
+
+
+class Elsewhere(nn.Module):
+    """It reads its first weight in a list, where no other one takes its place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.weights = [self.first.weight]
+
+    def forward(self, x):
+        return self.head(torch.relu(self.first(x) + F.linear(x, self.weights[0])))
+
+
+@pytest.mark.parametrize("choose", [lambda *of: clipped_sum_for(*of)[0], vmap_or_loop])
+def test_parameters_that_are_read_elsewhere_are_refused(choose):
+    net = Elsewhere()
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    loss = ClientModule(net, task="multiclass").sample_loss
+    with pytest.raises(UserError, match="must read its parameters where its modules hold them"):
+        choose(net, loss, X[:0], Y[:0])
+    assert all(torch.equal(before[name], p) for name, p in net.named_parameters())
+
+
+class Spelling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def ctc(output, y):
+    steps, labels = torch.full((len(y),), output.shape[1]), torch.full((len(y),), y.shape[1])
+    return F.ctc_loss(output.log_softmax(-1).transpose(0, 1), y, steps, labels, reduction="none")
+
+
+@pytest.mark.parametrize("label", [-5, 6, 100_000])
+def test_labels_beyond_the_classes_of_ctc_are_an_error(label):
+    """torch's kernel writes beyond its memory for them, which ends the process at some later time."""
+    module = ClientModule(Spelling(), loss=ctc)
+    x, y = torch.randn(2, 12, 6), torch.tensor([[1, 2, 3], [1, label, 3]])
+    with pytest.raises(ValueError, match="labels from 0 to 5"):
+        module.sample_loss(module.named_trainable, x, y)
+    assert module.sample_loss(module.named_trainable, x, y.clamp(0, 5)).shape == (2,)
+
+
+@pytest.mark.parametrize("engine", ["serial", "fast"])
+def test_a_branch_by_weights_goes_by_the_gradients_of_single_records(engine, make_loop):
+    loop = make_loop(module=ClientModule(Branch()), engine=ENGINES[engine](), rounds=1)
+    assert loop.run().test_accuracy is not None
+
+
+def test_code_that_leaves_vmap_with_some_weights_goes_one_record_at_a_time():
+    torch.manual_seed(0)
+    net = ByFunction()
+    clipped_sum, reason = clipped_sum_for(net, None, X[:0], Y[:0])
+    params = {name: (LARGEST if name == "first.weight" else 1) * p.detach() for name, p in net.named_parameters()}
+    loop = LoopClippedSum(net, clipped_sum._sample_loss)
+    expected = loop(params, X, Y, ClipRequest(1.0))[0]
+    assert reason.startswith("vmap") and torch.equal(clipped_sum(params, X, Y, ClipRequest(1.0))[0], expected)
