@@ -187,7 +187,7 @@ class FederatedLoop(RunSession):
             the initial model, and after `run`, also after an interruption, the trained one, as in `model.pt`. If there
             are several models, `client_model` returns each client's; the module has their mean if every client has its
             own, and the initial parameters if clusters have theirs. Personal parameters always keep their initial
-            values.
+            values, and the module its mode.
         privacy: None is a run without privacy.
         strategies: at most one is an aggregation rule. Without one a strategy's `default_base` is added, or DPFedAvg.
         callbacks: nothing is printed without `Progress()`, as in `callbacks=[Progress()]`. Strategies may be here, too.
@@ -313,10 +313,10 @@ class FederatedLoop(RunSession):
             return result
         trained, single = self._ranks.broadcast((self.model.flat, result.model is not None))  # of rank 0
         self.module.load(trained)
-        return dataclasses.replace(result, model=copy.deepcopy(self.module.net) if single else None)
+        return dataclasses.replace(result, model=copy.deepcopy(self.module.net).eval() if single else None)
 
     def client_model(self, client: int) -> nn.Module:
-        """Return a copy of `net` with the final model of a client after `run`, and its personal parameters if any.
+        """Return a copy of `net` in evaluation mode with a client's final model, and its personal parameters if any.
 
         **Privacy** Post-processing: personal parameters are noised, too.
         """
@@ -324,7 +324,7 @@ class FederatedLoop(RunSession):
         model = final_models.models[final_models.model_of[client]]
         module = copy.deepcopy(self.model)  # through which no record has passed
         module.load(self.clients.engine.personalised(model, client))
-        return module.net
+        return module.net.eval()
 
 
 def _clients(sides: tuple[Any, Any, Any, Any], ranks: Ranks, remote: Remote | None) -> LocalClients:

@@ -742,6 +742,18 @@ def test_after_a_run_the_module_is_the_trained_model(make_loop, tmp_path):
     assert "model" not in result.as_dict()
 
 
+def test_a_model_is_returned_in_evaluation_mode_and_the_users_keeps_its_own(make_loop):
+    """With dropout, a model in training mode would have other scores than those of the run."""
+    net = nn.Sequential(small_net(), nn.Dropout(0.9)).train()
+    loop = make_loop(module=ClientModule(net), rounds=1)
+    result = loop.run()
+    for model in (result.model, loop.client_model(1)):
+        assert not any(part.training for part in model.modules())
+    assert all(part.training for part in loop.module.net.modules())
+    x, y = (part[loop.population.test] for part in (loop.population.x, loop.population.y))
+    assert float((result.model(x).argmax(dim=1) == y).float().mean()) == pytest.approx(result.test_accuracy)
+
+
 def test_a_folder_holds_the_trained_parameters_and_not_the_frozen_ones(make_loop, tmp_path, capsys):
     net = small_net()
     net[0].requires_grad_(False)

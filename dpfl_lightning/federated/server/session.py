@@ -480,7 +480,7 @@ class RunSession:
             metrics=summary.for_json(totals.metrics),
             client_embedding=sole_answer(config.strategies, "client_embedding", view) if finished else None,
             remarks=tuple(words for one in config.strategies if finished for words in answer_of(one, "remarks", view)),
-            model=self.model.net if final_models is not None and single else None,
+            model=self.model.net.eval() if final_models is not None and single else None,
             baseline={} if scores is None else dict(scores.baseline),
             undefined={} if scores is None else dict(scores.test.undefined),
             test_tables={} if scores is None else dict(scores.test.tables),
