@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from dpfl_lightning.config.yaml_text import inline
+from dpfl_lightning.data.pixels import pixels_of
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.models.tasks import IGNORED
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Inputs, record_shape, take
@@ -163,10 +164,8 @@ def _is_image(value: Any) -> bool:
 
 
 def _tensor(value: Any, where: str) -> Tensor:
-    if _is_image(value):  # [C, H, W] in [0, 1]
-        value = value.convert("RGB" if len(value.getbands()) > 1 or value.mode == "P" else "L")
-        pixels = torch.from_numpy(np.array(value)).float() / 255
-        return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()
+    if _is_image(value):
+        return pixels_of(value, where)
     if isinstance(value, np.ndarray) and not value.flags.writeable:
         value = value.copy()  # torch warns of others
     try:

@@ -1,29 +1,34 @@
-"""Images in folders: FOLDER/CLIENT/CLASS/*.png or *.jpg, and optionally FOLDER/test/CLASS/... for the test set."""
+"""Images in folders: FOLDER/CLIENT/CLASS/*.png, *.tif, ..., and optionally FOLDER/test/CLASS/... for the test set."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from dpfl_lightning.config.names import check_names
+from dpfl_lightning.data.pixels import pixels_of
 from dpfl_lightning.errors import UserError, require
 
 TEST = "test"
-_SUFFIXES = (".png", ".jpg", ".jpeg")
+_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".pgm", ".ppm")
+_OF_SYSTEMS = ("thumbs.db", "desktop.ini")  # files beside images that nobody has put there; others begin with a dot
 
 
 class ImageFolder(TorchDataset):
-    """The images of one client, each read when it is asked for: an image of PIL and its class.
+    """The images of one client, each read when it is asked for: `[C, H, W]` in [0, 1], and its class.
 
-    `size` (height, width) resizes them; `channels` is 3 (RGB) or 1 (grey).
+    `size` (height, width) resizes them; `channels` is 3 (RGB) or 1 (grey). Raises UserError for files that are no
+    images, because they would be left out.
     """
 
     def __init__(self, folder: Path, classes: Sequence[str], size: Sequence[int] | None, channels: int) -> None:
         self.files = [(path, label) for label, name in enumerate(classes) for path in _images(folder / name)]
         must = f"hold images ({', '.join(_SUFFIXES)}) in a folder for each class"
         require(len(self.files) >= 1, str(folder), must, "none")
-        self.size, self.mode = size, "RGB" if channels == 3 else "L"
+        _require_no_images(folder, "be in the folder of a class")
+        self.size, self.channels = size, channels
 
     def persons(self, end: str) -> list[str]:
         """Return the person of each image: its file's name up to the first `end`. Raises UserError."""
@@ -35,16 +40,15 @@ class ImageFolder(TorchDataset):
     def __len__(self) -> int:
         return len(self.files)
 
-    def __getitem__(self, row: int) -> tuple[Any, int]:
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
         from PIL import Image
 
         path, label = self.files[row]
         try:
             with Image.open(path) as stored:
-                image = stored.convert(self.mode)
+                return pixels_of(stored, str(path), self.channels, self.size), label
         except OSError as error:
             raise UserError(f"`{path}` must be a complete image, got: {error}.") from None
-        return image if self.size is None else image.resize((self.size[1], self.size[0])), label
 
 
 def image_folders(
@@ -56,6 +60,7 @@ def image_folders(
     require(channels in (1, 3), "channels", "be 3 (RGB) or 1 (grey)", channels)
     fits = size is None or (len(size) == 2 and all(isinstance(one, int) and one >= 1 for one in size))
     require(fits, "size", "be (height, width) in pixels, or null", size)
+    _require_no_images(root, "be in the folder of a client and class")
     folders = {one.name: one for one in _folders(root)}
     check_names("path", folders)
     classes_of = {name: [one.name for one in _folders(folder)] for name, folder in folders.items()}
@@ -77,4 +82,17 @@ def _folders(place: Path) -> list[Path]:
 
 
 def _images(folder: Path) -> list[Path]:
-    return sorted(one for one in folder.glob("*") if one.suffix.lower() in _SUFFIXES)
+    """Return the images of a class. Raises UserError if there is anything else, but for files of systems."""
+    usual = [one for one in folder.glob("*") if not one.name.startswith(".") and one.name.lower() not in _OF_SYSTEMS]
+    others = Counter(one.suffix or one.name for one in usual if one.is_dir() or one.suffix.lower() not in _SUFFIXES)
+    must, advice = f"hold images ({', '.join(_SUFFIXES)}) only", "Convert them, or move them elsewhere."
+    got = ", ".join(f"{count} {name}" for name, count in sorted(others.items()))
+    require(not others, str(folder), must, got, advice)
+    return sorted(usual)
+
+
+def _require_no_images(folder: Path, must: str) -> None:
+    found = [one.name for one in folder.glob("*") if one.is_file() and one.suffix.lower() in _SUFFIXES]
+    require(
+        not found, str(folder), f"hold no images: each must {must}", f"{len(found)}, such as {min(found, default='')}"
+    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from PIL import Image
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
@@ -250,3 +250,72 @@ def test_folders_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "classes" / "berlin" / "cat" / "0.png").write_bytes(b"no image")
     with pytest.raises(UserError, match=r"0.png` must be a complete image"):
         Population.from_image_folder(tmp_path / "classes", classes=["cat", "dog"])
+
+
+def ramp(dtype, largest):
+    return np.linspace(0, largest, 64).reshape(8, 8).astype(dtype)
+
+
+EIGHT, SIXTEEN = Image.fromarray(ramp(np.uint8, 255)), Image.fromarray(ramp(np.uint16, 65535))
+
+
+class Pairs(Dataset):
+    def __init__(self, pairs):
+        self.pairs = pairs
+
+    def __len__(self):
+        return len(self.pairs)
+
+    def __getitem__(self, row):
+        return self.pairs[row]
+
+
+def written(folder, **images):
+    place = folder / "berlin" / "cat"
+    place.mkdir(parents=True, exist_ok=True)
+    for name, image in images.items():
+        image.save(place / name.replace("_", "."))
+    return Population.from_image_folder(folder, held_out=0, channels=1, lazy=False)
+
+
+def test_images_of_16_bits_are_scaled_by_their_largest_number(tmp_path):
+    population = written(tmp_path, a_png=EIGHT, b_png=SIXTEEN, c_TIF=SIXTEEN, d_bmp=EIGHT)
+    assert population.x.shape == (4, 1, 8, 8)
+    assert torch.allclose(population.x, torch.from_numpy(ramp(np.float32, 1.0)).expand(4, 1, 8, 8), atol=1 / 255)
+    in_colour = Population.from_image_folder(tmp_path, held_out=0, size=(8, 8), lazy=False)
+    assert torch.allclose(in_colour.x, population.x.expand(4, 3, 8, 8), atol=1e-6)
+    of_pil = Population.from_datasets({"a": Pairs([(SIXTEEN, 0), (SIXTEEN, 1)])}, held_out=0, num_classes=2)
+    assert torch.equal(of_pil.x[0], population.x[1])
+
+
+@pytest.mark.parametrize(
+    ("image", "words"),
+    [
+        (Image.fromarray(ramp(np.float32, 1.0)), "have 8 or 16 bits a number"),
+        (Image.new("RGBA", (8, 8), (0, 0, 0, 10)), "must be opaque"),
+    ],
+)
+def test_images_whose_numbers_are_not_known_are_refused(image, words):
+    with pytest.raises(UserError, match=words):
+        Population.from_datasets({"a": Pairs([(image, 0), (image, 1)])}, held_out=0, num_classes=2)
+
+
+def test_no_file_of_a_folder_is_left_out_without_a_word(tmp_path):
+    written(tmp_path, a_png=EIGHT)
+    place = tmp_path / "berlin" / "cat"
+    for name in ("Thumbs.db", ".hidden"):
+        (place / name).touch()
+    assert len(Population.from_image_folder(tmp_path, held_out=0).x) == 1
+    (place / "scan.dcm").touch()
+    (place / "nested").mkdir()
+    with pytest.raises(UserError, match=r"hold images \(.*\) only, got '?1 \.dcm, 1 nested"):
+        Population.from_image_folder(tmp_path, held_out=0)
+    (place / "scan.dcm").unlink()
+    (place / "nested").rmdir()
+    EIGHT.save(tmp_path / "berlin" / "lost.png")
+    with pytest.raises(UserError, match=r"in the folder of a class, got .*1, such as lost\.png"):
+        Population.from_image_folder(tmp_path, held_out=0)
+    (tmp_path / "berlin" / "lost.png").unlink()
+    EIGHT.save(place / "b.tif", save_all=True, append_images=[EIGHT])
+    with pytest.raises(UserError, match=r"must hold one image, got '?2 frames"):
+        Population.from_image_folder(tmp_path, held_out=0)
