@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from io import IOBase
 from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -200,9 +202,32 @@ def _content(value: Any, seen: dict[int, Any]) -> object:
         return tuple(_content(one, seen) for one in value)
     if isinstance(value, set | frozenset):
         return tuple(sorted(str(_content(one, seen)) for one in value))
+    if isinstance(value, Iterator) and not isinstance(value, IOBase):
+        return object()  # equals nothing: each number that it gives is another one
     held = next((names for kind, names in _HELD.items() if isinstance(value, kind)), ("__dict__", *_slots(type(value))))
     parts = {name: _content(getattr(value, name, None), seen) for name in held}
+    if isinstance(value, FunctionType):
+        parts |= _referred(value, seen)
     return type(value), tuple(parts.items()), _content(_of_class(type(value), seen), seen)
+
+
+def _referred(function: FunctionType, seen: dict[int, Any]) -> dict[str, object]:
+    """Return the contents of what a user's function refers to in its own file: numbers, tensors, functions, classes."""
+    if function.__module__.partition(".")[0] in _LIBRARIES:
+        return {}
+    found: dict[str, object] = {}
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if isinstance(value, Tensor):
+            found[name] = value._version
+        elif isinstance(value, bool | int | float | str):
+            found[name] = value
+        elif isinstance(value, FunctionType | type) and value.__module__ == function.__module__:
+            inside = (
+                _content(value, seen) if isinstance(value, FunctionType) else _content(_of_class(value, seen), seen)
+            )
+            found[name] = inside
+    return found
 
 
 #: generators, which hold their state elsewhere
@@ -213,6 +238,8 @@ _STATES: dict[type, Callable[[Any], object]] = {
     np.random.RandomState: lambda one: one.get_state(legacy=False),
     random.Random: random.Random.getstate,
     itertools.count: repr,
+    array: array.tobytes,
+    memoryview: memoryview.tobytes,
 }
 #: what holds the state of objects without a dictionary of attributes
 _HELD: dict[type, tuple[str, ...]] = {

@@ -62,6 +62,8 @@ def code_of_users(net: nn.Module, sample_loss: SampleLoss | None) -> str:
 
     Types have to match exactly: a subclass, a hook, a parametrization or another `forward` of an instance is such code.
     """
+    if any(_global_hooks()):
+        return "a hook of all modules"
     for name, part in net.named_modules():
         if not (_is_known(part) and _is_plain(part)):
             return f"`{name or 'net'}` ({type(part).__name__}) has a forward pass of its own"
@@ -93,9 +95,16 @@ def _version_of(kind: type) -> str:
 def _is_plain(part: nn.Module) -> bool:
     """Return whether a module has no hooks, no functions of its instance, and tensors of torch's own types."""
     hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-    replaced = any(inspect.isroutine(one) and one not in _FUNCTIONS for one in vars(part).values())
+    given = (one for one in vars(part).values() if callable(one) and not isinstance(one, type | nn.Module))
+    replaced = any(not inspect.isroutine(one) or one not in _FUNCTIONS for one in given)
     tensors = (one for one in (*part._parameters.values(), *part._buffers.values()) if one is not None)
     return not (any(hooks) or replaced) and all(type(one) in (Tensor, nn.Parameter) for one in tensors)
+
+
+def _global_hooks() -> Iterator[object]:
+    """Yield the hooks of all modules of the process."""
+    of_torch = vars(torch.nn.modules.module)
+    yield from (of_torch[name] for name in of_torch if name.startswith("_global_") and name.endswith("_hooks"))
 
 
 def unwraps(net: nn.Module, sample_loss: SampleLoss | None) -> str:

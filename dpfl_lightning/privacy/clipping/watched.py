@@ -41,12 +41,18 @@ class WatchedCalls(TorchFunctionMode):
         self._under_vmap = under_vmap
         self._made: list[weakref.ref[Tensor]] = []
 
+    def __enter__(self) -> WatchedCalls:
+        self._modes = torch._C._len_torch_dispatch_stack()
+        return super().__enter__()
+
     def note(self, *values: Any) -> None:
         self._made += [weakref.ref(one) for one in tree_leaves(values) if isinstance(one, Tensor)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._under_vmap:
+            if torch._C._len_torch_dispatch_stack() > self._modes:
+                raise LeftVmap("a mode of dispatch sees all records")
             _require_inside(func, args)
             if func in _RECURRENT and isinstance(args[2], (list, tuple)):
                 args = _with_own_states(*args)
@@ -73,6 +79,8 @@ class WatchedCalls(TorchFunctionMode):
 
 
 def _require_inside(func: Any, args: Any) -> None:
+    if func is Tensor.__repr__:
+        raise LeftVmap("the text of a tensor shows all records")
     own_rule = func is custom_function_call and args[0].vmap is not torch.autograd.Function.vmap
     if own_rule:
         raise LeftVmap(f"`{args[0].__name__}` has a rule for vmap of its own")
