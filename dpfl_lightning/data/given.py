@@ -13,11 +13,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from dpfl_lightning.config.yaml_text import inline
+from dpfl_lightning.data.loaders import records_of
 from dpfl_lightning.data.pixels import pixels_of
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.models.tasks import IGNORED
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Inputs, record_shape, take
 
+_READ_AGAIN = 8  # records of a client, to see whether they change
 _FEW = 20  # labels, whose size is by chance
 _MOST_RATIO = 50  # of sizes of labels of two clients
 Classes = Sequence[Any] | None  # names of the classes, in the order of their numbers
@@ -39,7 +41,7 @@ class Source:
     @classmethod
     def of(cls, given: Any, where: str, classes: Classes = None, label: str | None = None) -> "Source":
         """Raises UserError unless `given` holds records with a length and an index."""
-        given = given.dataset if isinstance(given, DataLoader) else given
+        given = records_of(given, where) if isinstance(given, DataLoader) else given
         given = given.tensors if isinstance(given, TensorDataset) else given
         if isinstance(given, TorchDataset) or _is_list_of_records(given):
             has_length = hasattr(given, "__len__") and not isinstance(given, IterableDataset)
@@ -79,6 +81,21 @@ class Source:
         for name, part in (*(("x", leaf) for leaf in tree_leaves(x)), (self.label, y)):
             require(bool(part.isfinite().all()), f"{self.where}: {name}", "be finite", "NaN or infinity")
         return x, y
+
+    def check_constant(self) -> None:
+        """Raise UserError if some records, chosen by their number alone, differ when they are read again.
+
+        A data set that draws transforms at random would be trained on one draw, or no longer have the records that were
+        checked and counted. Of a record that is flipped by a coin, three reads are equal with probability 1/4.
+        """
+        if isinstance(self.records, tuple):
+            return
+        rows = np.unique(np.linspace(0, len(self) - 1, _READ_AGAIN).astype(np.int64))
+        first, *others = (tree_leaves(self.read(rows)) for _ in range(3))
+        same = all(torch.equal(*parts) for other in others for parts in zip(first, other, strict=True))
+        got = "other ones when some were read again"
+        advice = "Leave random transforms out of the data set, and draw them in the model's `training_step`."
+        require(same, self.where, "return the same records at each reading", got, advice)
 
     def inputs(self, rows: np.ndarray) -> Inputs:
         """Return x of some rows, as `read`, without the labels."""

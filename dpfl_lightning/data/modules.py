@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, default_collate
+from torch.utils.data import DataLoader, Subset
 
-from dpfl_lightning.config.options import ClientOptions
-from dpfl_lightning.errors import require, warn_user
+from dpfl_lightning.data.loaders import records_of, warn_of_batch_sizes
+from dpfl_lightning.errors import require
 
 
 def is_datamodule(value: object) -> bool:
@@ -15,50 +15,31 @@ def is_datamodule(value: object) -> bool:
 
 
 def datasets_of(datamodule: Any, client: Any, person: Any = None) -> tuple[Any, Any, Any]:
-    """Return the clients' training sets (a list, or a mapping by name), the test set or None, and their persons."""
+    """Return the training sets or loaders (a list, or a mapping by name), that of the test or None, and persons."""
     datamodule.prepare_data()
     datamodule.setup("fit")
     loaders = datamodule.train_dataloader()
     loaders = getattr(loaders, "iterables", loaders)  # of a CombinedLoader
     if isinstance(loaders, DataLoader):
-        train, person = _divided(loaders.dataset, client, person, datamodule)
+        warn_of_batch_sizes([loaders])
+        train, person = _divided(loaders, client, person, datamodule)
     else:
         require(client is None, "client", "be left out if every client has a loader", client)
         named = loaders if isinstance(loaders, Mapping) else dict(enumerate(loaders))
-        sets = {name: _dataset(loader, f"train_dataloader: {name}") for name, loader in named.items()}
+        sets = {name: _loader(loader, f"train_dataloader: {name}") for name, loader in named.items()}
         train = sets if isinstance(loaders, Mapping) else list(sets.values())  # type: ignore[assignment]
-    test = _test_set(datamodule)
-    each = [loaders] if isinstance(loaders, DataLoader) else list(named.values())
-    if unused := sorted({what for loader in each for what in _unused(loader)}):
-        warn_user(
-            f"{', '.join(unused)} of the loaders are ignored: only their data sets are used, and batches are drawn by "
-            "Poisson sampling with clients.batch_size"
-        )
-    return train, test, person
+    return train, _test_set(datamodule), person
 
 
-def _unused(loader: DataLoader) -> list[str]:
-    """Return what a user gave a loader and a run does not use. To shuffle, or a default batch size, is no loss."""
-    usual = ClientOptions().batch_size, 1
-    if type(loader.batch_sampler) is not BatchSampler:
-        return ["batch_sampler"]
-    found = {
-        f"batch_size {loader.batch_size}": loader.batch_size not in usual,
-        "sampler": type(loader.sampler) not in (SequentialSampler, RandomSampler)
-        or getattr(loader.sampler, "replacement", False),
-        "collate_fn": loader.collate_fn is not default_collate,
-    }
-    return [what for what, differs in found.items() if differs]
-
-
-def _divided(dataset: Any, client: Any, person: Any, datamodule: Any) -> tuple[dict[str, Any], Any]:
+def _divided(loader: DataLoader, client: Any, person: Any, datamodule: Any) -> tuple[dict[str, Any], Any]:
     """Return the records of each client of one data set by name, and the ids of their persons."""
     advice = "Or return one loader for each client, as in {'berlin': DataLoader(...), 'rome': ...}."
     must = "give the client of each record if there is one loader: a list, or the name of an attribute of the data set"
     require(client is not None, "client", must, None, advice)
+    dataset, records = loader.dataset, records_of(loader, "train_dataloader")
     names = np.array([str(name) for name in _of_each("client", client, dataset, datamodule)])
     rows_of = {name: np.flatnonzero(names == name).tolist() for name in sorted(set(names.tolist()))}
-    sets = {name: Subset(dataset, rows) for name, rows in rows_of.items()}
+    sets = {name: Subset(records, rows) for name, rows in rows_of.items()}
     if person is None:
         return sets, None
     ids = _of_each("person", person, dataset, datamodule)
@@ -77,12 +58,12 @@ def _of_each(key: str, given: Any, dataset: Any, datamodule: Any) -> list[Any]:
 
 
 def _test_set(datamodule: Any) -> Any:
-    """Return the data set of `test_dataloader`, else that of `val_dataloader`, else None."""
+    """Return the loader of `test_dataloader`, else that of `val_dataloader`, else None."""
     if _defines(datamodule, "test_dataloader"):
         datamodule.setup("test")
-        return _dataset(_sole(datamodule.test_dataloader(), "test_dataloader"), "test_dataloader")
+        return _loader(_sole(datamodule.test_dataloader(), "test_dataloader"), "test_dataloader")
     if _defines(datamodule, "val_dataloader"):
-        return _dataset(_sole(datamodule.val_dataloader(), "val_dataloader"), "val_dataloader")
+        return _loader(_sole(datamodule.val_dataloader(), "val_dataloader"), "val_dataloader")
     return None
 
 
@@ -99,6 +80,6 @@ def _defines(datamodule: Any, hook: str) -> bool:
     return kind is not object and not kind.__module__.startswith(("lightning.", "pytorch_lightning."))
 
 
-def _dataset(loader: Any, where: str) -> Any:
+def _loader(loader: Any, where: str) -> Any:
     require(isinstance(loader, DataLoader), where, "be a DataLoader", type(loader).__name__)
-    return loader.dataset
+    return loader

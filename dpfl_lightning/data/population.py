@@ -29,6 +29,7 @@ from dpfl_lightning.data.given import Classes, Source, check_range, check_rows, 
 from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_labels
 from dpfl_lightning.data.images import image_folders
 from dpfl_lightning.data.lazy import LazyInputs, coins, scanned
+from dpfl_lightning.data.loaders import warn_of_batch_sizes
 from dpfl_lightning.data.modules import datasets_of
 from dpfl_lightning.data.partition import IID, Parts, as_classes, matching_test_rows, with_held_out
 from dpfl_lightning.data.partition import partition as divide
@@ -355,7 +356,8 @@ class Population:
             test_persons: ids of the persons of the test set, none of whom may have training records.
 
         **Guarantees** One raw record more or less changes the training records by at most this record. A torch Dataset
-        has to return each record independently of the others, which random transformations do not.
+        has to return each record independently of the others, and the same one every time: up to eight records are read
+        again to see this. Of a DataLoader the `collate_fn` is applied to single samples; other samplers are refused.
 
         >>> sizes = {"berlin": 50, "rome": 80}
         >>> hospitals = {name: (torch.randn(n, 4), torch.randint(3, (n,))) for name, n in sizes.items()}
@@ -374,12 +376,14 @@ class Population:
         names = tuple(map(str, clients)) if isinstance(clients, Mapping) else ()
         check_names("names", names)  # before errors name a client
         given = clients.values() if isinstance(clients, Mapping) else clients
+        warn_of_batch_sizes(given)
         whose = [f"client {name}" for name in names or range(len(clients))]
         sources = [Source.of(records, where, classes, label) for where, records in zip(whose, given, strict=True)]
         sources += [] if test is None else [Source.of(test, "test", classes, label)]
         for source in sources:
             same = source.form == sources[0].form
             require(same, source.where, f"be in the form of {whose[0]}, {sources[0].form}", str(source.form))
+            source.check_constant()
         if lazy:
             xs, ys, draws_of, digests = zip(*(scanned(source, seed) for source in sources), strict=True)
         else:
@@ -517,10 +521,9 @@ class Population:
     def from_datamodule(cls, datamodule: Any, *, client: Any = None, person: Any = None, **options: Any) -> Population:
         """Create a population from the data sets of a LightningDataModule.
 
-        `prepare_data`, `setup("fit")` and `train_dataloader` are called. Of their loaders only the data sets are used:
-        batch size, sampler and collate function are ignored (with a warning if they are not the usual ones), because
-        batches are drawn by Poisson sampling. The test set is that of `test_dataloader` (after `setup("test")`), else
-        of `val_dataloader`.
+        `prepare_data`, `setup("fit")` and `train_dataloader` are called. Loaders are used as in `from_datasets`, and
+        their batch size is ignored (with a warning if it is not the usual one), because batches are drawn by Poisson
+        sampling. The test set is that of `test_dataloader` (after `setup("test")`), else of `val_dataloader`.
 
         Args:
             datamodule: its `train_dataloader` returns one loader for each client, in a list, a dictionary by the

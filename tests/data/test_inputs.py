@@ -1,19 +1,29 @@
 """Records that are whole numbers, tuples or dictionaries of tensors, and records that are read when they are drawn."""
 
+import random
+
 import numpy as np
 import pytest
 import torch
 from conftest import private
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 from torch.utils.data import Dataset as TorchDataset
 
 from dpfl_lightning.auditing.run import audit
 from dpfl_lightning.build import build_engine
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 
 SIZES = {"berlin": 40, "rome": 70, "oslo": 30}
@@ -152,9 +162,93 @@ class Pictures(TorchDataset):
 
 
 def test_images_become_floats_and_a_loader_is_its_dataset():
-    colours = Population.from_datasets([DataLoader(Pictures(4), batch_size=3, shuffle=True)], num_classes=2, held_out=0)
+    loader = DataLoader(Pictures(4), batch_size=3, shuffle=True, collate_fn=default_collate)
+    with pytest.warns(UserNotice, match="batch_size 3 of the loaders is ignored"):
+        colours = Population.from_datasets([loader], num_classes=2, held_out=0)
     assert colours.input_shape == (3, 2, 3) and colours.x[0].eq(1).all() and colours.x[1].eq(0).all()
     assert Population.from_datasets([Pictures(4, "L")], num_classes=2).input_shape == (1, 2, 3)
+
+
+def doubled(samples):
+    """A collate function that treats each sample alone and gives a dictionary."""
+    return {"x": 2 * torch.stack([x for x, _ in samples]), "y": [int(y) for _, y in samples]}
+
+
+def mixed(samples):
+    x, y = (torch.stack(parts) for parts in zip(*samples, strict=True))
+    return (x + x.flip(0)) / 2, y
+
+
+NUMBERS = TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6) % 2)
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_a_collate_function_makes_the_records(lazy):
+    loader = DataLoader(NUMBERS, 32, shuffle=True, collate_fn=doubled)
+    people = Population.from_datasets([loader], loader, num_classes=2, held_out=0, lazy=lazy)
+    x = take(people.x, torch.arange(12))["x"]
+    assert torch.equal(x, 2 * NUMBERS.tensors[0].repeat(2, 1)) and people.form.label == "y"
+    assert people.y.tolist() == [0, 1] * 6
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"collate_fn": mixed}, r"collate_fn` must treat each sample alone.*public length"),
+        (
+            {"collate_fn": lambda samples: (torch.rand(len(samples), 2), torch.zeros(len(samples)).long())},
+            "collate_fn` must treat each sample alone",
+        ),
+        ({"collate_fn": list}, "collate_fn` must return tensors with one row for each sample"),
+        (
+            {"collate_fn": lambda samples: tuple(zip(*samples, strict=True))},
+            "collate_fn` must return tensors with one row",
+        ),
+        (
+            {"collate_fn": lambda samples: samples[0].secret},
+            r"collate_fn` must make a batch .*got AttributeError for 1\.",
+        ),
+        ({"sampler": SubsetRandomSampler(range(3))}, "sampler` must be left out.*'SubsetRandomSampler'.*Subset"),
+        ({"sampler": RandomSampler(NUMBERS, num_samples=3)}, "sampler` must be left out, or draw each sample once"),
+        ({"sampler": WeightedRandomSampler([1.0] * 6, 6)}, "sampler` must be left out.*weigh records in the loss"),
+        ({"batch_sampler": [[0], [1]]}, "batch_sampler` must be left out, with a batch_size, got 'list'"),
+    ],
+)
+def test_a_loader_that_chooses_or_mixes_samples_is_refused(options, words):
+    with pytest.raises(UserError, match=f"`client rome: {words}"):
+        Population.from_datasets({"rome": DataLoader(NUMBERS, **options)}, num_classes=2)
+    with pytest.raises(UserError, match=f"`test: {words}"):
+        Population.from_datasets([NUMBERS], DataLoader(NUMBERS, **options), num_classes=2)
+
+
+class Drawn(TorchDataset):
+    """Records that `draw` changes."""
+
+    def __init__(self, draw):
+        self.draw = draw
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, row):
+        return self.draw(torch.tensor([row, 0.5])), row % 2
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: x + torch.randn(2),
+        lambda x: x + np.random.default_rng().normal(),
+        lambda x: x.flip(0) if random.random() < 0.5 else x,
+    ],
+)
+def test_a_data_set_that_draws_at_random_is_refused(draw, lazy):
+    random.seed(0)
+    words = "`{}` must return the same records at each reading.*Leave random transforms out"
+    for client, test, where in ((Drawn(draw), None, "client rome"), (NUMBERS, Drawn(draw), "test")):
+        with pytest.raises(UserError, match=words.format(where)):
+            Population.from_datasets({"rome": client}, test, num_classes=2, lazy=lazy)
 
 
 # ---- lazy
@@ -191,9 +285,9 @@ def test_lazy_inputs_change_no_bit(kind, form, make_loop, one_noise):
 def test_lazy_inputs_are_read_once_before_the_run_and_checked_again(tmp_path):
     Pictures.reads = 0
     population = Population.from_datasets([Pictures(300), Pictures(7)], num_classes=2, lazy=True)
-    assert Pictures.reads == 307 + 2  # the form of a client's records is that of its first one
+    assert Pictures.reads == 307 + 2 + 3 * (8 + 7)  # the form is that of the first record; some are read again
     batch = population.x[torch.tensor([306, 0, 301, 1])]
-    assert batch.shape == (4, 3, 2, 3) and batch[:, 0, 0, 0].tolist() == [1, 1, 0, 0] and Pictures.reads == 313
+    assert batch.shape == (4, 3, 2, 3) and batch[:, 0, 0, 0].tolist() == [1, 1, 0, 0] and Pictures.reads == 313 + 45
     values = np.memmap(tmp_path / "x", dtype=np.float16, mode="w+", shape=(9, 4))
     values[:] = np.arange(36).reshape(9, 4)
     lazy = Population.from_datasets([(values, np.arange(9) % 2)], num_classes=2, lazy=True)

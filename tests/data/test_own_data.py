@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler, default_collate
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
@@ -199,17 +199,24 @@ def test_the_records_of_one_loader_are_divided_by_client():
                 Population.from_datamodule(one, client=client)
 
 
-def test_what_is_lost_of_a_loader_is_said_at_the_users_line():
-    sampler = WeightedRandomSampler([1.0] * 6, 6)
-    for options, words in (
-        ({"batch_size": 64}, "batch_size 64 of"),
-        ({"sampler": sampler, "collate_fn": list}, "collate_fn, sampler of"),
-        ({"batch_sampler": [[0], [1]]}, "batch_sampler of"),
-    ):
-        module = Data(lambda loaders, given=options: {"rome": DataLoader(numbers(6), **given)})
-        with pytest.warns(UserNotice, match=f"{words} the loaders are ignored") as caught:
-            Population.from_datamodule(module, num_classes=2)
-        assert caught[0].filename == __file__
+def test_loaders_of_a_datamodule_are_used_as_other_loaders():
+    def module(**given):
+        return Data(lambda loaders: {"rome": DataLoader(numbers(6), **given)})
+
+    with pytest.warns(UserNotice, match="batch_size 64 of the loaders is ignored") as caught:
+        Population.from_datamodule(module(batch_size=64), num_classes=2)
+    assert caught[0].filename == __file__
+    with pytest.raises(UserError, match="`client rome: sampler` must be left out"):
+        made(module(sampler=WeightedRandomSampler([1.0] * 6, 6)))
+
+    def tripled(samples):
+        x, y = default_collate(samples)
+        return 3 * x, y
+
+    one = Data(lambda loaders: DataLoader(numbers(10), collate_fn=tripled))
+    for population in (made(module(collate_fn=tripled)), made(one, client="clients_of_records")):
+        n = len(population.y) - 3  # without the test set, whose loader has no such function
+        assert population.x[:n].sum() == 3 * numbers(n)[:][0].sum()
 
 
 # ---- folders of images
