@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from io import IOBase
-from types import BuiltinMethodType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -202,8 +202,12 @@ def _content(value: Any, seen: dict[int, Any]) -> object:
         return tuple(_content(one, seen) for one in value)
     if isinstance(value, set | frozenset):
         return tuple(sorted(str(_content(one, seen)) for one in value))
-    if isinstance(value, Iterator) and not isinstance(value, IOBase):
-        return object()  # equals nothing: each number that it gives is another one
+    if (
+        isinstance(value, Iterator)
+        and not isinstance(value, IOBase)
+        and type(value).__reduce__ is not object.__reduce__
+    ):
+        return type(value), _content(value.__reduce__(), seen)
     held = next((names for kind, names in _HELD.items() if isinstance(value, kind)), ("__dict__", *_slots(type(value))))
     parts = {name: _content(getattr(value, name, None), seen) for name in held}
     if isinstance(value, FunctionType):
@@ -240,6 +244,10 @@ _STATES: dict[type, Callable[[Any], object]] = {
     itertools.count: repr,
     array: array.tobytes,
     memoryview: memoryview.tobytes,
+    GeneratorType: lambda one: (
+        one.gi_frame and one.gi_frame.f_lasti,
+        dict(one.gi_frame.f_locals) if one.gi_frame else {},
+    ),
 }
 #: what holds the state of objects without a dictionary of attributes
 _HELD: dict[type, tuple[str, ...]] = {
