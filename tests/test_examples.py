@@ -73,7 +73,7 @@ def test_example(path, tmp_path):
     packages(path, site)
     command = [sys.executable, str(path), "figure.png"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{site}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     expected, tolerance = SCORES[path.stem]
     score = float(re.findall(r"final (?:accuracy|dice) (\d\.\d+)", done.stdout)[-1])

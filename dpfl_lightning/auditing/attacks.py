@@ -8,6 +8,7 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -175,10 +176,10 @@ def tiny_norms(subject: AuditTarget, engine: str, module: ClientModule, like: Po
     scaled = copy.deepcopy(module)
     original_loss = scaled.sample_loss
 
-    def tiny_loss(params: Params, x: Inputs, y: Tensor) -> Tensor:
+    def tiny_loss(module: ClientModule, params: Params, x: Inputs, y: Tensor) -> Tensor:
         return original_loss(params, x, y) * (1.0 if isinstance(x, Block) else TINY)  # a block's is that of its rows
 
-    scaled.sample_loss = tiny_loss  # type: ignore[method-assign]
+    scaled.sample_loss = MethodType(tiny_loss, scaled)  # type: ignore[method-assign]  # no code of a user
     x, y = made_up(like, 12, seed, scaled.flat.device, scaled.flat.dtype, scales=(1.0,))
     draw = np.random.default_rng(seed)
     for number, scale in enumerate((1e16, 1e17, 1e18, 1e19) * 3):

@@ -77,6 +77,7 @@ CASES = [*((kind, "fast") for kind in NETS), (nn.Linear, "serial")]
 
 
 @pytest.mark.parametrize("kind, engine", CASES, ids=lambda one: getattr(one, "__name__", one))
+@pytest.mark.usefixtures("code_was_read")
 def test_one_record_moves_a_release_by_at_most_the_clip_norm(kind, engine, monkeypatch):
     torch.manual_seed(0)
     net = NETS[kind]()

@@ -43,6 +43,11 @@ WITH_A_RULE = tuple(RULES)  # the rule must be used: the reference would be comp
 OPACUS_ITSELF = "it tests a function of Opacus that no gradient of ours uses"
 
 
+@pytest.fixture(autouse=True)
+def rules_of_layers(code_was_read):
+    """The tests are of rules: what stands around a layer is taken for read."""
+
+
 class RecordsFirst(nn.Module):
     """A module whose records are in the first dimension, as all of ours."""
 

@@ -151,7 +151,8 @@ def owners_of(net: nn.Module, sample_loss: SampleLoss) -> list[object]:
     """Return what of a user takes part in a pass, and might keep something of it: the model, and a loss of its own."""
     model = getattr(sample_loss, "__self__", None)
     given = (getattr(model, "given_loss", None), getattr(model, "given_output", None)) if model else (sample_loss,)
-    return [net, *(one for one in given if one is not None)]
+    users = (one for one in given if not str(getattr(one, "__module__", "")).startswith("dpfl_lightning."))
+    return [net, *(one for one in users if one is not None)]
 
 
 def record_gradients(
