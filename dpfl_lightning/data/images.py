@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from dpfl_lightning.config.names import check_names
-from dpfl_lightning.data.pixels import pixels_of
+from dpfl_lightning.data.pixels import read
 from dpfl_lightning.errors import UserError, require
 
 TEST = "test"
@@ -41,12 +41,9 @@ class ImageFolder(TorchDataset):
         return len(self.files)
 
     def __getitem__(self, row: int) -> tuple[Tensor, int]:
-        from PIL import Image
-
         path, label = self.files[row]
         try:
-            with Image.open(path) as stored:
-                return pixels_of(stored, str(path), self.channels, self.size), label
+            return read(path, self.channels, self.size), label
         except OSError as error:
             raise UserError(f"`{path}` must be a complete image, got: {error}.") from None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,14 @@ def pixels_of(image: Any, where: str, channels: int | None = None, size: Sequenc
     if pixels.ndim == 3:
         return pixels.permute(2, 0, 1).contiguous()
     return pixels[None].expand(channels or 1, -1, -1).contiguous()
+
+
+def read(path: Path, channels: int, size: Sequence[int] | None) -> Tensor:
+    """Return an image of a file, as `pixels_of`. Raises OSError if it is not complete."""
+    from PIL import Image
+
+    with Image.open(path) as stored:
+        return pixels_of(stored, str(path), channels, size)
 
 
 def _from_array(values: np.ndarray) -> Any:
