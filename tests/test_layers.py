@@ -45,7 +45,7 @@ ONLY_IN = {
     "opacus": {"privacy.accounting.events", "models"},
     "dp_accounting": {"privacy.accounting.losses"},
     "pandas": {"data.frames", "data.look"},
-    "PIL": {"data.images"},
+    "PIL": {"data.pixels"},
     "cryptography": {"privacy.noise", "sites.receipt"},
     "pooch": {"data.sources", "runtime.files"},
     "rich": {"reporting.progress"},
