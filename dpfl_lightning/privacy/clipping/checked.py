@@ -422,7 +422,7 @@ def _require_own_places(net: nn.Module, sample_loss: SampleLoss, passes: FixedPa
             (grads,) = clipped_sum.each(params, x, y, ClipRequest(math.inf))
         return all(bool(one.isfinite().all()) for one in grads)
 
-    usual, before = is_finite(), [p.detach().clone() for p in own]
+    before = [p.detach().clone() for p in own]
     try:
         with torch.no_grad():
             torch._foreach_mul_([p.data for p in own], math.nan)
@@ -430,7 +430,7 @@ def _require_own_places(net: nn.Module, sample_loss: SampleLoss, passes: FixedPa
     finally:
         for p, values in zip(own, before, strict=True):
             p.data.copy_(values)
-    if usual and not finite:
+    if not finite and is_finite():
         raise UserError(
             "`model` must read its parameters where its modules hold them, got a gradient that depends on others. Look "
             "for parameters in lists, dictionaries, closures or default arguments: use nn.ParameterList, or methods."

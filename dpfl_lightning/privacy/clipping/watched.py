@@ -70,12 +70,15 @@ class WatchedCalls(TorchFunctionMode):
 
     def kept(self) -> bool:
         """Return whether a noted tensor is still alive, and forget them."""
-        alive = any(one() is not None for one in self._made)
+        alive = self._some_alive()
         if alive:  # perhaps in a cycle of references
             gc.collect()
-            alive = any(one() is not None for one in self._made)
+            alive = self._some_alive()
         self._made.clear()
         return alive
+
+    def _some_alive(self) -> bool:
+        return any(one() is not None for one in self._made)
 
 
 def _require_inside(func: Any, args: Any) -> None:
@@ -106,6 +109,13 @@ class Watch:
 
     def __init__(self, owners: Sequence[object], under_vmap: bool) -> None:
         self._owners = owners
+        self._recurrent = [
+            part
+            for owner in owners
+            if isinstance(owner, nn.Module)
+            for part in owner.modules()
+            if isinstance(part, nn.RNNBase)
+        ]
         self._before: Kept | None = None
         self.calls = WatchedCalls(under_vmap)
 
@@ -120,6 +130,8 @@ class Watch:
     def check(self) -> None:
         """Raise UserError if something stays of the last pass. Nothing of it may be held by the caller any more."""
         assert self._before is not None
+        for layer in self._recurrent:  # which list the parameters of their last pass
+            layer._update_flat_weights()
         changed = self._before.changed()
         if self.calls.kept() or changed:
             what = ", ".join(f"`{name}`" for name in changed) or "a tensor of a pass"
