@@ -1,4 +1,4 @@
-"""`python -m experiments.attacks mechanism|node|opacus|search`: what a server that chooses the weights learns.
+"""`python -m experiments.attacks mechanism|node|opacus|branch|search`: what a server that chooses the weights learns.
 
 Kernels round a record's gradient otherwise in other company, and hostile weights magnify that.
 """
@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from dpfl_lightning.errors import command
-from experiments.attacks import mechanism, node, search
+from experiments.attacks import branch, mechanism, node, search
 from experiments.pages import markdown
 
 _GUESSES: Mapping[str, Callable[[int], list[dict[str, Any]]]] = {
     "mechanism": mechanism.package,
     "node": node.node,
     "opacus": mechanism.opacus,
+    "branch": branch.branch,
 }
 
 
@@ -47,14 +48,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = [
-        (
-            *(row["records"], f"{row['moved']:.2f}", f"{row['right']} of {row['trials']}"),
-            *(f"{row['accuracy']:.3f} ({row['low']:.3f} to {row['high']:.3f})", f"{row['claimed']:.3f}"),
-        )
-        for row in rows
-    ]
-    return markdown(("records, and one more", "moved, clip norms", "right", "accuracy (99 %)", "claim allows"), lines)
+    head = ("records, and one more", "moved, clip norms", "right", "accuracy (99 %)", "claim allows")
+    return markdown(head, [_line(row) for row in rows])
+
+
+def _line(row: Mapping[str, Any]) -> tuple[str, ...]:
+    if "refused" in row:
+        return row["records"], "refused", "", "", ""
+    moved = f"{row['moved']:.2f}"
+    if "right" not in row:
+        return row["records"], moved, "", "", ""
+    accuracy = f"{row['accuracy']:.3f} ({row['low']:.3f} to {row['high']:.3f})"
+    return row["records"], moved, f"{row['right']} of {row['trials']}", accuracy, f"{row['claimed']:.3f}"
 
 
 if __name__ == "__main__":

@@ -54,16 +54,24 @@ def node(trials: int) -> list[dict[str, Any]]:
     for kind in RECORDS:
         worst = worst_model(summed, neighbours(kind, COUNT))
         with contextlib.ExitStack() as stack:
-            sites = [stack.enter_context(_site(f"{name}_{kind}", trials)) for name in ("without", "with")]
-            rows.append(guessed(kind, COUNT, worst, trials, _Server(sites, worst).release))
+            names = (f"{__name__}.{name}_{kind}" for name in ("without", "with"))
+            model = f"{Regression.__module__}.{Regression.__qualname__}"
+            sites = [stack.enter_context(site(name, trials, model)) for name in names]
+            rows.append(guessed(kind, COUNT, worst, trials, Server(sites, worst).release))
     return rows
 
 
-class _Server:
+class Refused(Exception):
+    """A node gives no release."""
+
+
+class Server:
     """Asks nodes for releases from hostile weights, each in a new round of the accepted plan."""
 
-    def __init__(self, sites: list[tuple[Node, Terms]], worst: Worst) -> None:
-        self._sites, self._rounds = sites, [0] * len(sites)
+    def __init__(
+        self, sites: list[tuple[Node, Terms]], worst: Worst, count: int = COUNT, rate: float = RATE
+    ) -> None:
+        self._sites, self._rounds, self._count, self._rate = sites, [0] * len(sites), count, rate
         self._model = torch.cat([p.flatten() for p in worst.params.values()])
 
     def release(self, coin: bool) -> Tensor:
@@ -77,7 +85,7 @@ class _Server:
             line.purpose,
             line.event,  # type: ignore[arg-type]
             LocalTraining(),
-            RATE,
+            self._rate,
             self._model,
             None,
             0.0,
@@ -86,18 +94,22 @@ class _Server:
         most = wire.Limits(most_header(terms.plan.schedule.clients[0]), 8 * self._model.numel())
         reply = signed.answer(node.handle(content), content, plan, {0: site.public_key}, most).reply
         if not isinstance(reply, Released):
-            raise RuntimeError(f"the node refused: {reply}")
-        return -reply.value.double() * (COUNT + coin) / RATE  # type: ignore[union-attr]
+            raise Refused(f"the node refused: {reply}")
+        return -reply.value.double() * (self._count + coin) / self._rate  # type: ignore[union-attr]
 
 
 @contextlib.contextmanager
-def _site(records: str, rounds: int) -> Iterator[tuple[Node, Terms]]:
-    """Return a node that has accepted a plan of so many rounds, and the plan; each release has the claimed epsilon."""
-    module = "experiments.attacks.node"
+def site(
+    records: str, rounds: int, model: str, population: Mapping[str, Any] | None = None
+) -> Iterator[tuple[Node, Terms]]:
+    """Return a node that has accepted a plan of so many rounds, and the plan; each release has the claimed epsilon.
+
+    `records` and `model` name a function and a class; `population` are arguments of the former's population.
+    """
     options = {
         "rounds": rounds,
-        "data": {"name": None, "class_path": f"{module}.{records}", "population_args": {"held_out": 0.0}},
-        "model": {"class_path": "experiments.attacks.guess.Regression"},
+        "data": {"name": None, "class_path": records, "population_args": {"held_out": 0.0, **(population or {})}},
+        "model": {"class_path": model},
         "clients": {"batch_size": None, "learning_rate": RATE},
         "privacy": {"epsilon": None, "noise_multiplier": multiplier(), "delta": DELTA},
         "strategies": {"size_weighted": {}},
@@ -106,8 +118,8 @@ def _site(records: str, rounds: int) -> Iterator[tuple[Node, Terms]]:
     with tempfile.TemporaryDirectory() as folder:
         own = {"data": options["data"], "model": options["model"], "privacy": {"epsilon": 1e6, "delta": 0.5}}
         settings = settings_of(from_mapping(own), "0")
-        state, site = new_node(Path(folder) / "site", settings)
-        terms = terms_of(build_loop(from_mapping({**options, "output_dir": f"{folder}/plan"})), [site])
+        state, own_site = new_node(Path(folder) / "site", settings)
+        terms = terms_of(build_loop(from_mapping({**options, "output_dir": f"{folder}/plan"})), [own_site])
         accept(state, terms)
         made = Node(state, open_study)
         try:

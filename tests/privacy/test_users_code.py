@@ -2,7 +2,10 @@
 
 import functools
 import math
+import os
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +17,7 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for, vmap_or_loop
-from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum
+from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, cross_entropy_of
 from dpfl_lightning.privacy.clipping.structure import code_of_users
 
 X, Y = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
@@ -260,6 +263,39 @@ class InInput(Ordinary):
         return super().forward(x)
 
 
+class InEnvironment(Keeping):
+    def kept(self):
+        return float(os.environ["LAST"]) if "LAST" in os.environ else None
+
+    def keep(self, hidden):
+        os.environ["LAST"] = str(float(hidden.mean()))
+
+
+NUMBERS: list[float] = []
+
+
+class InGlobalNumbers(Keeping):
+    def kept(self):
+        return NUMBERS[-1] if NUMBERS else None
+
+    def keep(self, hidden):
+        NUMBERS.append(float(hidden.mean()))
+
+
+class InPythonsGenerator(Ordinary):
+    def changed(self, hidden):
+        factor = random.random()
+        random.seed(float(hidden.mean()))
+        return hidden * factor
+
+
+class InNumpysGenerator(Ordinary):
+    def changed(self, hidden):
+        factor = np.random.rand()
+        np.random.seed(int(hidden.mean()))
+        return hidden * factor
+
+
 class InNumber(Ordinary):
     passes = 0
 
@@ -269,7 +305,7 @@ class InNumber(Ordinary):
 
 
 REMEMBERING = [InAttribute, OnLayer, InBuffer, InList, InClass, InGlobal, InDefault, closure, InCache, InHook, InInput]
-REMEMBERING += [InNumber]
+REMEMBERING += [InNumber, InEnvironment, InGlobalNumbers, InPythonsGenerator, InNumpysGenerator]
 RESTORED = [InAttribute, OnLayer, InBuffer, InInput]  # by the loop, after every record
 
 
@@ -279,6 +315,8 @@ def test_what_begins_to_keep_something_with_the_weights_of_a_server_is_refused(k
     GLOBAL.clear()
     InClass.last = None
     InDefault.memory.__defaults__[0][0] = None
+    monkeypatch.delenv("LAST", raising=False)
+    NUMBERS.clear()
     if by_loop:
         monkeypatch.setattr("dpfl_lightning.privacy.clipping.checked._MOST_BY_VMAP", 0)
     if by_loop and kind in RESTORED:
@@ -287,6 +325,29 @@ def test_what_begins_to_keep_something_with_the_weights_of_a_server_is_refused(k
         return
     with pytest.raises(UserError, match="must keep nothing of a pass for the next one"):
         list(attacked_sums(kind()))
+
+
+class InSeed(Ordinary):
+    """A record chooses the random numbers of the next one."""
+
+    def forward(self, x):
+        drawn = torch.rand(8)
+        torch.manual_seed(int(x[0, 0]))
+        return super().forward(x) * drawn.mean()
+
+
+def test_no_record_chooses_the_random_numbers_of_others_by_a_seed():
+    net = InSeed()
+    loop, params = LoopClippedSum(net, cross_entropy_of(net)), dict(net.named_parameters())
+
+    def gradients(first):
+        torch.manual_seed(5)
+        x = torch.cat([torch.full((1, 6), first), X[:4]])
+        found = [torch.cat(grads) for grads in loop.each(params, x, Y[:5], ClipRequest(1.0))]
+        return torch.stack(found)[1:], torch.rand(3)
+
+    (others, later), (theirs, then) = gradients(1.0), gradients(2.0)
+    assert torch.equal(others, theirs) and torch.equal(later, then)
 
 
 def test_parameters_that_are_changed_past_their_version_begin_anew_for_each_record(monkeypatch):
@@ -420,3 +481,42 @@ def test_code_that_leaves_vmap_with_some_weights_goes_one_record_at_a_time():
     loop = LoopClippedSum(net, clipped_sum._sample_loss)
     expected = loop(params, X, Y, ClipRequest(1.0))[0]
     assert reason.startswith("vmap") and torch.equal(clipped_sum(params, X, Y, ClipRequest(1.0))[0], expected)
+
+
+class Listing(Ordinary):
+    """What it does with large weights cannot run under vmap, which no weights of a check show."""
+
+    def changed(self, hidden):
+        return hidden - torch.tensor(hidden.detach().mean(0).tolist())
+
+
+class Trying(Ordinary):
+    """Goes on after an error: under vmap that of one record would be one of all."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.randn(60, 3))
+
+    def forward(self, x):
+        try:
+            found = nn.functional.embedding(x[:, 0].abs().long(), self.table)
+        except IndexError:
+            found = 0
+        return super().forward(x) + found
+
+
+def test_what_fails_under_vmap_with_some_weights_goes_one_record_at_a_time():
+    torch.manual_seed(0)
+    all_of_them, others = attacked_sums(Listing())
+    assert (all_of_them - others).norm() <= 1.001
+
+
+def test_an_error_of_a_record_is_not_felt_by_others():
+    net, x = Trying(), torch.cat([1e3 + X[:1].abs(), X[1:]])
+    checked, reason = clipped_sum_for(Ordinary(), None, X[:0], Y[:0])
+    assert reason.startswith("vmap")
+    clipped_sum = checked.copy_for(net, cross_entropy_of(net))
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    clipped_sum(params, x[1:], Y[1:], ClipRequest(1.0))
+    with pytest.raises(UserError, match="must not go on after an error of a record, got IndexError"):
+        clipped_sum(params, x, Y, ClipRequest(1.0))

@@ -35,7 +35,7 @@ from dpfl_lightning.privacy.clipping.reference import (
     summing_dtype,
 )
 from dpfl_lightning.privacy.clipping.trial_records import moved_parameters
-from dpfl_lightning.privacy.clipping.watched import LeftVmap, Watch
+from dpfl_lightning.privacy.clipping.watched import Watch, of_a_record
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator
 
@@ -159,10 +159,18 @@ def _bounded_sum(
 
     of_pass, total = vmap(functools.partial(row, in_vmap), randomness="different"), None
 
+    def in_pass(x: Inputs, y: Tensor) -> Tensor:
+        in_vmap.calls.forget()
+        rows = of_pass(x, y)
+        in_vmap.calls.require_no_error()
+        return rows
+
     def bounded_rows(x: Inputs, y: Tensor) -> Tensor:  # of a whole pass: a GPU adds by the number of rows
         try:
-            rows = of_pass(x, y)
-        except LeftVmap:  # with these models: nothing under `vmap` can decide by a record
+            rows = in_pass(x, y)
+        except Exception as error:  # a user's code may raise anything under `vmap` with the models of a server
+            if _runs(in_pass, *passes.padding):  # a record is the cause: others must not feel it
+                raise of_a_record(error) from error
             return torch.cat([bounded_row(take(x, [number]), y[[number]]) for number in range(len(y))])
         in_vmap.check()
         return bounded(rows)
@@ -183,6 +191,15 @@ def _bounded_sum(
             total = part if total is None else total + part
     assert total is not None  # for mypy
     return (torch.zeros_like(total) if nobody else total).cpu().double()
+
+
+def _runs(rows_of: Callable[[Inputs, Tensor], Tensor], x: Inputs, y: Tensor) -> bool:
+    """Return whether public records go through with these models, so that no record decides how others go."""
+    try:
+        rows_of(x, y)
+    except Exception:  # a user's code may raise anything under `vmap`
+        return False
+    return True
 
 
 def _evidence(

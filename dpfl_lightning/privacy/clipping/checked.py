@@ -46,7 +46,7 @@ from dpfl_lightning.privacy.clipping.trial_records import (
     passes_of,
 )
 from dpfl_lightning.privacy.clipping.vector_loops import reads_numbers
-from dpfl_lightning.privacy.clipping.watched import LeftVmap
+from dpfl_lightning.privacy.clipping.watched import of_a_record
 from dpfl_lightning.runtime.threads import one_thread_an_operator
 
 _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
@@ -96,10 +96,27 @@ class CheckedSum:
             used: PassedSum | LoopClippedSum | GraphedSum = self.choose(request.expected)
             if isinstance(used, FastClippedSum) and y.is_cuda and not (self.passes.draws or used.reads):
                 used = self._graphs.setdefault(used.size, GraphedSum(used, self.passes.examples))
+            if not isinstance(used, VmapClippedSum):
+                return used(params, x, y, request)
             try:
                 return used(params, x, y, request)
-            except LeftVmap:  # with these weights: nothing under `vmap` can decide by a record
-                return self._loop(params, x, y, request)
+            except UserError:
+                raise
+            except Exception as error:  # a user's code may raise anything under `vmap` with the weights of a server
+                if self._runs_under_vmap(used, params, request):  # a record is the cause: others must not feel it
+                    raise of_a_record(error) from error
+            return self._loop(params, x, y, request)
+
+    def _runs_under_vmap(self, used: VmapClippedSum, params: Params, request: ClipRequest) -> bool:
+        """Return whether a public record goes through with these weights, so that no record decides how others go."""
+        try:
+            with generators_kept(self.net):
+                used(params, *self.passes.padding, ClipRequest(request.clip_norm, request.order, only=request.only))
+        except UserError:
+            raise
+        except Exception:
+            return False
+        return True
 
     def _evidence(self, params: Params, x: Records, y: Tensor, count: int) -> list[Tensor]:
         assert self.kind is not None

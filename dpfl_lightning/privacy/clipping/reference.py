@@ -22,7 +22,7 @@ from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.passes import Batch, checksum, checksums, passes
 from dpfl_lightning.privacy.clipping.state import is_large, tensors_restored
 from dpfl_lightning.privacy.clipping.stateless import Held, call, further_names
-from dpfl_lightning.privacy.clipping.watched import Watch, WatchedCalls
+from dpfl_lightning.privacy.clipping.watched import OwnDraws, Watch, WatchedCalls
 
 Params = Mapping[str, Tensor]
 SampleLoss = Callable[[Params, Inputs, Tensor], Tensor]
@@ -180,6 +180,7 @@ class VmapClippedSum:
 
     Under `vmap` the model sees batches of one record, so no record can influence another record's gradient, whatever it
     computes; LeftVmap is raised for what may see more, and UserError if something of `owners` keeps anything of a pass.
+    What user code raises depends on the weights and on the records.
     `padding` `[1, ...]` fills up the last pass (None: a record of the batch, for tests).
 
     >>> net = nn.Linear(2, 2, bias=False)
@@ -218,6 +219,7 @@ class VmapClippedSum:
     def _measured(self, params: Params, wanted: Params, x: Inputs, y: Tensor, order: int = 2) -> tuple[Tensor, Tensor]:
         """Return gradients `[size, P]` and norms `[size]` of a whole pass: a GPU adds by the number of rows."""
         by_name = self._grads(params, x, y)
+        self._watch.calls.require_no_error()
         self._watch.check()
         grads = torch.cat([by_name[name].reshape(len(y), -1) for name in wanted], dim=1)
         grads = grads.to(summing_dtype(grads))
@@ -271,12 +273,14 @@ class LoopClippedSum:
         must = "leave its parameters as they are in a pass"
         watch = Watch(owners_of(self._net, self._sample_loss), under_vmap=False)
         watch.begin()
-        with tensors_restored(self._net) as restore:
+        with tensors_restored(self._net) as restore, OwnDraws(y.device) as draws:
             for _, x_one, y_one in passes(x, y, 1):
                 copies = {name: p if is_large(p) else p.clone() for name, p in params.items()}
                 leaves = {name: p.detach().requires_grad_() for name, p in copies.items()}
                 before = {name: (leaf._version, checksum(leaf)) for name, leaf in leaves.items()}
+                draws.next()
                 grads = self._gradients(leaves, request.chosen(leaves), x_one, y_one, watch)
+                draws.end()
                 self.restored = restore()
                 changed = [name for name, leaf in leaves.items() if before[name] != (leaf._version, checksum(leaf))]
                 require(not changed, "model", must, ", ".join(changed), advice)

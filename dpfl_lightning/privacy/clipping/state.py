@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import sys
 from array import array
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from dpfl_lightning.errors import require
 
+_MOST_ENTRIES = 1000  # of a collection of a user's file that is compared: longer ones are tables
 _COPIED = 1 << 16  # numbers of a tensor that is copied, so that it can be restored
 
 
@@ -142,7 +144,11 @@ class Kept:
         ]
         modules = [part for _, part in parts if isinstance(part, nn.Module)]
         seen: dict[int, Any] = {id(one): one for part in modules for one in (part, *_large(part))}
-        found: dict[str, object] = {}
+        found: dict[str, object] = {
+            "random": hash(random.getstate()),
+            "numpy.random": hash(np.random.get_state()[1].tobytes()),
+            "os.environ": hash(frozenset(os.environ.items())),
+        }
         for name, part in parts:
             if not isinstance(part, nn.Module):
                 found[getattr(part, "__name__", type(part).__name__)] = _content(part, seen)
@@ -226,6 +232,8 @@ def _referred(function: FunctionType, seen: dict[int, Any]) -> dict[str, object]
             found[name] = value._version
         elif isinstance(value, bool | int | float | str):
             found[name] = value
+        elif isinstance(value, list | dict | set | deque) and len(value) <= _MOST_ENTRIES:
+            found[name] = _content(value, seen)
         elif isinstance(value, FunctionType | type) and value.__module__ == function.__module__:
             inside = (
                 _content(value, seen) if isinstance(value, FunctionType) else _content(_of_class(value, seen), seen)

@@ -27,7 +27,17 @@ _TORCHS = frozenset({"aten", "prims", "prim"})  # namespaces of operators
 
 
 class LeftVmap(Exception):
-    """Code that runs under `vmap` calls what may see all records of the pass."""
+    """Code that runs under `vmap` calls what may see all records of the pass, or goes on after an error of one."""
+
+
+def of_a_record(error: Exception) -> Exception:
+    """Return what is raised if a record has caused an error under `vmap`: the same, unless the code has gone on."""
+    if not isinstance(error, LeftVmap):
+        return error
+    return UserError(
+        f"`model` must not go on after an error of a record, got {error}. Under vmap all records of a pass would feel "
+        "it: look for try in forward, and check inputs when they are prepared."
+    )
 
 
 class WatchedCalls(TorchFunctionMode):
@@ -40,6 +50,7 @@ class WatchedCalls(TorchFunctionMode):
         super().__init__()
         self._under_vmap = under_vmap
         self._made: list[weakref.ref[Tensor]] = []
+        self._failed = ""
 
     def __enter__(self) -> WatchedCalls:
         self._modes = torch._C._len_torch_dispatch_stack()
@@ -50,17 +61,31 @@ class WatchedCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._under_vmap:
-            if torch._C._len_torch_dispatch_stack() > self._modes:
-                raise LeftVmap("a mode of dispatch sees all records")
-            _require_inside(func, args)
-            if func in _RECURRENT and isinstance(args[2], (list, tuple)):
-                args = _with_own_states(*args)
-        found = func(*args, **kwargs)
+        try:
+            if self._under_vmap:
+                if torch._C._len_torch_dispatch_stack() > self._modes:
+                    raise LeftVmap("a mode of dispatch sees all records")
+                _require_inside(func, args)
+                if func in _RECURRENT and isinstance(args[2], (list, tuple)):
+                    args = _with_own_states(*args)
+            found = func(*args, **kwargs)
+        except Exception as error:
+            self._failed = self._failed or f"{type(error).__name__}: {error}"
+            raise
         for one in (found,) if isinstance(found, Tensor) else found if isinstance(found, tuple | list) else ():
             if isinstance(one, Tensor) and self._is_new(one, (*args, *kwargs.values())):
                 self._made.append(weakref.ref(one))
         return found
+
+    def forget(self) -> None:
+        """Begin anew: the last pass may have ended with an error."""
+        self._made.clear()
+        self._failed = ""
+
+    def require_no_error(self) -> None:
+        """Raise LeftVmap if an operator of a pass has failed: if the code goes on, that of one record is felt by all."""
+        if self._failed:
+            raise LeftVmap(self._failed)
 
     def _is_new(self, found: Tensor, args: tuple[Any, ...]) -> bool:
         """Return whether an operator has made a tensor: it may also return an argument, such as a buffer."""
@@ -101,6 +126,41 @@ def _with_own_states(x: Tensor, states: Any, *rest: Any) -> tuple[Any, ...]:
     return x, own, *rest
 
 
+class OwnDraws:
+    """Gives each record of a loop random numbers of its own: none can choose those of the next by a seed.
+
+    Within it torch's generator is that of the record. Afterwards it stands where it stood, or further if any drew.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device if device.type == "cuda" else None
+        self._seeds, self._drew = torch.Generator(), False
+
+    def __enter__(self) -> OwnDraws:
+        self._first = self._states()
+        self._seeds.manual_seed(torch.initial_seed()).set_state(self._first[0])
+        return self
+
+    def next(self) -> None:
+        """Begin with the next record."""
+        torch.manual_seed(int(torch.randint(1 << 62, (), generator=self._seeds)))
+        self._begun = self._states()
+
+    def end(self) -> None:
+        """Note whether the record drew."""
+        self._drew |= any(not torch.equal(*both) for both in zip(self._begun, self._states(), strict=True))
+
+    def _states(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *([torch.cuda.get_rng_state(self._cuda)] if self._cuda else [])]
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_rng_state(self._seeds.get_state() if self._drew else self._first[0])
+        if self._cuda is not None:
+            torch.cuda.set_rng_state(self._first[1], self._cuda)
+            if self._drew:
+                torch.cuda.manual_seed(int(torch.randint(1 << 62, ())))
+
+
 class Watch:
     """The passes of one computation, after each of which `check` finds out whether a user's code kept something.
 
@@ -121,6 +181,7 @@ class Watch:
 
     def begin(self) -> None:
         """Note what is kept before the first pass of a computation: between two, other code may change a model."""
+        self.calls.forget()
         self._before = Kept(self._owners)
 
     def enter(self, x: Inputs, y: Tensor) -> None:
