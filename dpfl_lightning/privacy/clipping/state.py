@@ -232,14 +232,20 @@ def _referred(function: FunctionType, seen: dict[int, Any]) -> dict[str, object]
             found[name] = value._version
         elif isinstance(value, bool | int | float | str):
             found[name] = value
-        elif isinstance(value, list | dict | set | deque) and len(value) <= _MOST_ENTRIES:
+        elif isinstance(value, list | dict | set | deque | np.ndarray) and _entries(value) <= _MOST_ENTRIES:
             found[name] = _content(value, seen)
         elif isinstance(value, FunctionType | type) and value.__module__ == function.__module__:
             inside = (
                 _content(value, seen) if isinstance(value, FunctionType) else _content(_of_class(value, seen), seen)
             )
             found[name] = inside
+        elif type(value).__module__ == function.__module__ and not isinstance(value, nn.Module):
+            found[name] = _content(value, seen)
     return found
+
+
+def _entries(value: Any) -> int:
+    return value.size if isinstance(value, np.ndarray) else len(value)
 
 
 #: generators, which hold their state elsewhere
