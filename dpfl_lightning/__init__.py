@@ -13,10 +13,10 @@ _HOME = {
     "Callback": "federated.server.callback",
     "ClientModule": "federated.client.module",
     "ClientOptions": "config.options",
-    "DistilledDataModule": "distilled",
-    "DistilledSet": "sets.distilled_set",
+    "DistilledDataModule": "papers.distilled_data",
+    "DistilledSet": "papers.sets.distilled_set",
     "Facts": "federated.messages.facts",
-    "FederatedLoop": "build",
+    "FederatedLoop": "loop",
     "Guarantee": "privacy.accounting.guarantee",
     "Population": "data",
     "PrivacyOptions": "config.options",
@@ -24,7 +24,7 @@ _HOME = {
     "RunResult": "federated.server.results",
     "Strategy": "federated.server.strategy",
     "UserError": "errors",
-    "load_distilled": "distilled",
+    "load_distilled": "papers.distilled_data",
 }
 __all__ = list(_HOME)
 

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "" not in sys.path:
         sys.path.insert(0, "")  # as with python -m, so that a configuration finds my_data.py in the working directory
     if words and words[0] in COMMANDS:  # only the module of this command is imported
-        return importlib.import_module(f"dpfl_lightning.{words[0]}").main(words[1:])
+        return importlib.import_module(f"dpfl_lightning.commands.{words[0]}").main(words[1:])
     return _about(words)
 
 
@@ -57,7 +57,7 @@ def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
 
 def _purpose(name: str) -> str:
     """Return the first line of a command's docstring, without importing its module."""
-    tree = ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
+    tree = ast.parse(Path(__file__).with_name("commands").joinpath(f"{name}.py").read_text(encoding="utf-8"))
     return (ast.get_docstring(tree) or "").splitlines()[0].partition("`: ")[2]
 
 

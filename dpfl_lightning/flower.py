@@ -7,8 +7,8 @@ import os
 import shlex
 from typing import TYPE_CHECKING
 
+from dpfl_lightning.commands.fit import run
 from dpfl_lightning.errors import command
-from dpfl_lightning.fit import run
 
 if TYPE_CHECKING:
     from dpfl_lightning.sites.server.flower import Grid

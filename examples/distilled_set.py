@@ -13,7 +13,7 @@ from torch import nn
 
 from dpfl_lightning import ClientModule, DistilledDataModule, FederatedLoop, Population, PrivacyOptions
 from dpfl_lightning.data import load
-from dpfl_lightning.strategies.distillation.feature_means import FeatureMeans
+from dpfl_lightning.papers.distillation.feature_means import FeatureMeans
 
 
 def net(seed: int = 0) -> nn.Sequential:

@@ -14,10 +14,10 @@ import torch
 from conftest import PowerCut
 from scipy.stats import beta
 
-from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.federated.messages.query import MeanLoss
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.loop import FederatedLoop
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.accounting.planned import Planned

@@ -17,8 +17,8 @@ from pytest import MonkeyPatch
 
 from dpfl_lightning.auditing.report import claim_words, row
 from dpfl_lightning.auditing.run import audit
-from dpfl_lightning.build import build_loop
 from dpfl_lightning.config.load import load
+from dpfl_lightning.loop import build_loop
 from experiments.pages import RESULTS, markdown, written
 
 ROOT = Path(__file__).parents[1]
@@ -89,7 +89,7 @@ def _case(case: str, argv: list[str], builds: dict[str, Any]) -> list[str]:
     ]
     verdict = f"refuted: {'; '.join(sound['refuted'])}" if sound["refuted"] else "nothing is refuted"
     return [
-        f"### {case}: `python -m dpfl_lightning.audit {' '.join(argv)}`",
+        f"### {case}: `python -m dpfl_lightning audit {' '.join(argv)}`",
         "\n".join(f"- {claim_words(one)}" for one in sound["clients"]),
         f"The build as it is, at {100 * sound['confidence']:g} % for all checks together: {verdict}.",
         markdown(head, rows),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpfl_lightning.build import ENGINES, FederatedLoop
+from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.local_clients import LocalClients
@@ -19,6 +19,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.federated.messages.update import UpdateBuffer
 from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.loop import FederatedLoop
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Released

@@ -12,7 +12,7 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.strategies.distillation.distillation import Distillation
+from dpfl_lightning.papers.distillation.distillation import Distillation
 
 CLASSES = 3
 SHAPE = (1, 8, 8)

@@ -62,11 +62,11 @@ class Checkout:
     def __init__(self, tree: Path, scratch: Path, fashion: Path) -> None:
         self.tree, self.scratch, self.fashion = tree.resolve(), scratch, fashion
 
-    def start(self, *words: str, module: str = "dpfl_lightning.fit") -> subprocess.Popen[str]:
+    def start(self, *words: str, command: str = "fit") -> subprocess.Popen[str]:
         """A command of this checkout, its output in one pipe."""
         threads = {"OMP_NUM_THREADS": "1", "DPFL_DATA": str(self.scratch / "cache"), "COLUMNS": "100"}
         return subprocess.Popen(
-            [sys.executable, "-m", module, *words],
+            [sys.executable, "-m", "dpfl_lightning", command, *words],
             cwd=self.scratch,
             env={**os.environ, **threads, "PYTHONPATH": str(self.tree)},
             stdout=subprocess.PIPE,
@@ -74,16 +74,16 @@ class Checkout:
             text=True,
         )
 
-    def run(self, *words: str, module: str = "dpfl_lightning.fit") -> str:
+    def run(self, *words: str, command: str = "fit") -> str:
         """What a command prints.
 
         Raises:
             RuntimeError: it fails.
         """
-        process = self.start(*words, module=module)
+        process = self.start(*words, command=command)
         output, _ = process.communicate()
         if process.returncode:
-            raise RuntimeError(f"{self.tree}: {module} {' '.join(words)}\n{output[-3000:]}")
+            raise RuntimeError(f"{self.tree}: {command} {' '.join(words)}\n{output[-3000:]}")
         return output
 
     def trained(self, name: str, argv: list[str], ranks: int = 1) -> Answers:
@@ -125,7 +125,7 @@ class Checkout:
         folder = self.scratch / "sweep"
         small = ["--rounds", "1", "--sweep.trials", "2", "--sweep.training.epochs", "1", "--final"]
         words = ["--config", str(self.tree / "sweeps/nas_digits.yaml"), *small, *SIMULATED, *UNTRACKED]
-        self.run(*words, "--output_dir", str(folder), module="dpfl_lightning.sweep")
+        self.run(*words, "--output_dir", str(folder), command="sweep")
         result = json.loads((folder / "result.json").read_text())
         trials = [[trial[key] for key in ("state", "params", "scores")] for trial in result["trials"]]
         return {"trials": trials, "best": result["best"], "final": released(folder / "final")}
@@ -134,12 +134,12 @@ class Checkout:
         """The plan, charges and epsilons of a federation of two nodes."""
         words, names = self.digits(*NODES, *UNTRACKED), ("berlin", "paris")
         for number, name in enumerate(names):
-            self.run("init", name, *self.site(number), module="dpfl_lightning.node")
+            self.run("init", name, *self.site(number), command="node")
         facts = [f"{name}/site.json" for name in names]
-        self.run(*words, "--sites", *facts, "--export", "plan.json", module="dpfl_lightning.plan")
+        self.run(*words, "--sites", *facts, "--export", "plan.json", command="plan")
         with ExitStack() as nodes:
             for name in names:
-                self.run("accept", name, "plan.json", "--epsilon_limit", "5", module="dpfl_lightning.node")
+                self.run("accept", name, "plan.json", "--epsilon_limit", "5", command="node")
                 nodes.enter_context(self.serving(name))
             sockets = [f"{name}/socket" for name in names]
             self.run(*words, "--plan", "plan.json", "--nodes", *sockets, "--output_dir", "sites")
@@ -161,7 +161,7 @@ class Checkout:
     @contextmanager
     def serving(self, name: str) -> Iterator[None]:
         """A node that listens at its socket."""
-        node = self.start("serve", name, "--slot", "0.1", module="dpfl_lightning.node")
+        node = self.start("serve", name, "--slot", "0.1", command="node")
         try:
             while not (self.scratch / name / "socket").exists():
                 if node.poll() is not None:

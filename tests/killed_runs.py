@@ -19,11 +19,12 @@ from conftest import blobs, parts_of, private, small_loop, small_net
 from contracts.test_strategies import LOOPS, OPTIONS
 
 from dpfl_lightning import strategies
-from dpfl_lightning.build import ENGINES, FederatedLoop
+from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.loop import FederatedLoop
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 BUDGETS, DELTA = (4.0, 6.0, 8.0, 10.0), 1e-3

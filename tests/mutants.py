@@ -16,7 +16,6 @@ from dpfl_lightning.federated.client.budgets import Budgets
 from dpfl_lightning.federated.client.engines import fast as fast_engine
 from dpfl_lightning.federated.client.engines import serial as engine
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.kernels.float64_sums import Products
 from dpfl_lightning.privacy import sampling
 from dpfl_lightning.privacy.accounting import accountant
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
@@ -24,6 +23,7 @@ from dpfl_lightning.privacy.clipping import checked as checked_clipping
 from dpfl_lightning.privacy.clipping import fast as fast_clipping
 from dpfl_lightning.privacy.clipping import passes, trial_records
 from dpfl_lightning.privacy.clipping import reference as clipping
+from dpfl_lightning.privacy.clipping.float64_sums import Products
 from dpfl_lightning.privacy.clipping.inputs import Block, joined, take
 from dpfl_lightning.privacy.mechanism import Laplace, Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams

@@ -6,8 +6,8 @@ import torch
 from reference import paper_noise_multipliers
 from torch import Tensor
 
-from dpfl_lightning.algorithms.noise_weights import weights
 from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS
+from dpfl_lightning.papers.robust_hdp.noise_weights import weights
 
 CLIP_NORM = 3.0
 NUM_PARAMS = 28_938  # of the paper's CNN

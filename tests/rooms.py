@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "dpfl_lightning"
 #: folders that hold several rooms, one for each folder in them
-DIVIDED = ("privacy", "federated", "sites", "strategies")
+DIVIDED = ("privacy", "federated", "sites", "strategies", "papers")
 
 
 def sources(package: Path = PACKAGE) -> dict[str, Path]:
@@ -31,7 +31,7 @@ def room_of(module: str, package: Path = PACKAGE) -> str:
         return ""
     if parts[0] in DIVIDED and len(parts) > 1 and (package / parts[0] / parts[1]).is_dir():
         return ".".join(parts[:2])
-    if (package / parts[0]).is_dir() or parts[0] in ("errors", "build", "distilled"):
+    if (package / parts[0]).is_dir() or parts[0] in ("errors", "build", "loop"):
         return parts[0]
     return "commands"
 

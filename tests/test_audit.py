@@ -8,10 +8,10 @@ import audit_mutants
 import mutants
 import pytest
 
-from dpfl_lightning.audit import main
 from dpfl_lightning.auditing.report import text
 from dpfl_lightning.auditing.run import audit
 from dpfl_lightning.auditing.target import subjects
+from dpfl_lightning.commands.audit import main
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.accounting.events import SelectionEvent

@@ -21,7 +21,7 @@ import yaml
 from conftest import FIXED_KEY
 from ranked_runs import free_port, slurm
 
-from dpfl_lightning.fit import main as fit
+from dpfl_lightning.commands.fit import main as fit
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dpfl_lightning.errors import UserNotice
-from dpfl_lightning.kernels.compiled import compiled
+from dpfl_lightning.privacy.clipping.compiled import compiled
 
 LOOP = """
 def outer(factor):

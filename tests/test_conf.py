@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpfl_lightning.evaluate import main as evaluate
-from dpfl_lightning.fit import main as fit
-from dpfl_lightning.ledger import main as verify
+from dpfl_lightning.commands.evaluate import main as evaluate
+from dpfl_lightning.commands.fit import main as fit
+from dpfl_lightning.commands.ledger import main as verify
 
 pytestmark = pytest.mark.e2e
 

@@ -375,7 +375,7 @@ def test_a_mistake_on_the_command_line_names_key_value_and_way_out(words, parts)
 
 def test_the_file_of_a_search_is_refused_for_a_run_and_the_reverse():
     search, run = str(CONF.parent / "sweeps" / "nas_digits.yaml"), str(CONF / "digits.yaml")
-    assert f"It configures a search: python -m dpfl_lightning.sweep --config {search}." in error_of("--config", search)
+    assert f"It configures a search: python -m dpfl_lightning sweep --config {search}." in error_of("--config", search)
     message = r"a section sweep, got '.*'\. It configures a single run: .*fit --config .*digits.yaml"
     with pytest.raises(UserError, match=message):
         load(["--config", run], section=SweepOptions)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from dpfl_lightning.node import _flags
+from dpfl_lightning.commands.node import _flags
 
 ROOT = Path(__file__).parents[1]
 

@@ -23,10 +23,10 @@ import ranked_runs
 import yaml
 from databases import postgresql
 
+from dpfl_lightning.commands.fit import main as fit
+from dpfl_lightning.commands.node import main as node
+from dpfl_lightning.commands.plan import main as plan
 from dpfl_lightning.config.load import load
-from dpfl_lightning.fit import main as fit
-from dpfl_lightning.node import main as node
-from dpfl_lightning.plan import main as plan
 
 pytestmark = pytest.mark.e2e
 

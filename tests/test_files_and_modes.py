@@ -11,8 +11,8 @@ from sites import asked, federation, listening
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.papers.sets.distilled_set import CARD, DATA_CARD, TENSORS
 from dpfl_lightning.reporting.mlflow import Tracking
-from dpfl_lightning.sets.distilled_set import CARD, DATA_CARD, TENSORS
 from dpfl_lightning.sites.exchange import Hello, Refused
 from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.server.clients import Sites

@@ -10,9 +10,9 @@ import weakref
 import pytest
 import torch
 
-from dpfl_lightning import build
-from dpfl_lightning.evaluate import main as evaluate
-from dpfl_lightning.fit import main as fit
+from dpfl_lightning import loop
+from dpfl_lightning.commands.evaluate import main as evaluate
+from dpfl_lightning.commands.fit import main as fit
 from dpfl_lightning.privacy.ledger.verify import read
 from dpfl_lightning.reporting.progress import Progress
 from dpfl_lightning.runtime.text import at_most
@@ -100,14 +100,14 @@ def test_seeds_report_mean_and_spread_and_are_not_repeated(tmp_path, capsys):
 
 def test_a_finished_run_keeps_no_data_in_memory(tmp_path, monkeypatch):
     """Or several seeds, or cells, would keep those of all runs before."""
-    records, build_population = [], build.build_population
+    records, build_population = [], loop.build_population
 
     def watched(options):
         population = build_population(options)
         records.append(weakref.ref(population.x))
         return population
 
-    monkeypatch.setattr(build, "build_population", watched)
+    monkeypatch.setattr(loop, "build_population", watched)
     gc.disable()  # when it runs by itself is chance
     try:
         assert fit([*DIGITS, "--seeds", "0,1", "--output_dir", str(tmp_path / "runs")]) == 0
@@ -128,7 +128,7 @@ def test_a_run_built_in_python_goes_on_in_python(tmp_path, refused, make_loop, c
     loop = make_loop(parts=[Progress()], output_dir=tmp_path / "run", rounds=2)
     loop.run()
     text = capsys.readouterr().out
-    assert "dpfl_lightning.evaluate" not in text
+    assert "dpfl_lightning.commands.evaluate" not in text
     (line,) = re.findall(r"(net\.load_state_dict.*)  \(in Python\)", text)
     net = copy.deepcopy(loop.module.net)
     exec(line, {"torch": torch, "net": net})

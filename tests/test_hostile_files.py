@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from dpfl_lightning.commands.evaluate import main as evaluate
+from dpfl_lightning.commands.fit import main as fit
+from dpfl_lightning.commands.ledger import main as ledger
+from dpfl_lightning.commands.report import main as report
 from dpfl_lightning.config import reading
 from dpfl_lightning.config.load import load, to_yaml
 from dpfl_lightning.config.yaml_text import presets
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.evaluate import main as evaluate
-from dpfl_lightning.fit import main as fit
-from dpfl_lightning.ledger import main as ledger
-from dpfl_lightning.report import main as report
 
 MUTANTS = int(os.environ.get("DPFL_MUTANTS", 100))
 DAMAGES = int(os.environ.get("DPFL_DAMAGES", 11))

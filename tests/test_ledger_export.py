@@ -15,9 +15,9 @@ from few_digits import digits
 from scipy.special import ndtri
 from torch import nn
 
+from dpfl_lightning.commands.ledger import main
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.ledger import main
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import (
     GaussianEvent,

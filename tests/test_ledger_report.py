@@ -10,12 +10,12 @@ import pytest
 from conftest import FIXED_KEY
 from fakes import two_phases
 
+from dpfl_lightning.commands.ledger import main
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.federated.messages.query import SelectModel
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import read_guarantees
 from dpfl_lightning.federated.server.strategy import Strategy
-from dpfl_lightning.ledger import main
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.ledger.file import Header, head_file
@@ -339,7 +339,7 @@ def test_a_mistake_is_one_sentence(words, message, path, trained, capsys, monkey
 
 def test_the_report_loads_no_torch(path, trained):
     code = (
-        "import sys; from dpfl_lightning.ledger import main\n"
+        "import sys; from dpfl_lightning.commands.ledger import main\n"
         f"assert main([{str(path)!r}]) == 0\n"
         "assert not {'torch', 'lightning', 'opacus', 'mlflow'} & set(sys.modules)"
     )

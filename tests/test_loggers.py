@@ -7,7 +7,7 @@ import pytest
 from fakes import a_report, a_result, a_view
 from lightning.pytorch.loggers import CSVLogger
 
-from dpfl_lightning.fit import main as fit
+from dpfl_lightning.commands.fit import main as fit
 from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.loggers import Loggers
 

@@ -18,12 +18,12 @@ from conftest import private, small_loop
 from mlflow.tracking import MlflowClient
 from ranked_runs import free_port
 
+from dpfl_lightning.commands.sync import main as sync
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.history import read
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.reporting.mlflow import Tracking
-from dpfl_lightning.sync import main as sync
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:MLflow")]
 

@@ -9,9 +9,9 @@ import torch
 from sites import a_request, asked, planned, state_of
 
 from dpfl_lightning import Population
+from dpfl_lightning.commands.node import main as node
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.node import main as node
 from dpfl_lightning.privacy.ledger.verify import read
 from dpfl_lightning.search.options import SweepOptions, check
 from dpfl_lightning.sites import wire

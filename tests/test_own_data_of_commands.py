@@ -8,16 +8,17 @@ import pytest
 from fakes import a_result, a_view
 
 from dpfl_lightning import build
-from dpfl_lightning.build import build_loop, build_module, build_population
+from dpfl_lightning.build import build_module, build_population
+from dpfl_lightning.commands.evaluate import main as evaluate_command
+from dpfl_lightning.commands.fit import main as fit_command
+from dpfl_lightning.commands.ledger import main as ledger_command
+from dpfl_lightning.commands.plan import main as plan_command
+from dpfl_lightning.commands.sweep import main as sweep_command
 from dpfl_lightning.config.load import load, to_yaml
 from dpfl_lightning.config.options import DataOptions, Options
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.evaluate import main as evaluate_command
-from dpfl_lightning.fit import main as fit_command
-from dpfl_lightning.ledger import main as ledger_command
-from dpfl_lightning.plan import main as plan_command
-from dpfl_lightning.sweep import main as sweep_command
+from dpfl_lightning.loop import build_loop
 
 CODE = '''
 import torch

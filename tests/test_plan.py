@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dpfl_lightning.commands.noise import main, plan
+from dpfl_lightning.commands.plan import main as plan_command
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.noise import main, plan
-from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 

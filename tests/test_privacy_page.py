@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED
-from dpfl_lightning.reporting.guarantee_page import Odds
+from dpfl_lightning.reporting.odds import Odds
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, PROOF, EPSILON = [(DOCS / f"{name}.md").read_text() for name in ("privacy", "proof", "epsilon")]

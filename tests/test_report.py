@@ -7,14 +7,14 @@ import re
 import pytest
 from fakes import FRAME, a_report, a_result, a_view
 
+from dpfl_lightning.commands.fit import fit_seeds
+from dpfl_lightning.commands.report import main, report
 from dpfl_lightning.config.options import Options, PrivacyOptions
 from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server import history
-from dpfl_lightning.fit import fit_seeds
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
-from dpfl_lightning.report import main, report
 from dpfl_lightning.reporting import curves, report_page
 from dpfl_lightning.reporting.run_files import RunGroup, read, read_run
 

@@ -28,7 +28,7 @@ COHORTS = """
 import json, sys
 from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.build import build_loop
+from dpfl_lightning.loop import build_loop
 
 class Memory(Callback):
     "Resident MiB after each round."

@@ -13,13 +13,15 @@ from mlflow.tracking import MlflowClient
 from test_conf import small_fashion  # noqa: F401 (a fixture)
 
 from dpfl_lightning.build import build_population
+from dpfl_lightning.commands.fit import main as fit
+from dpfl_lightning.commands.sweep import main as sweep
 from dpfl_lightning.config.load import from_mapping, load
 from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.data.datasets import load as load_data
-from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.session import RunSession
-from dpfl_lightning.fit import main as fit
+from dpfl_lightning.papers.distilled_data import load_distilled
+from dpfl_lightning.papers.sets.distilled_set import DistilledSet
 from dpfl_lightning.privacy.ledger.verify import Composed, read
 from dpfl_lightning.runtime.text import at_most
 from dpfl_lightning.search.costs import Cost
@@ -28,8 +30,6 @@ from dpfl_lightning.search.objectives import objective
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.space import check_trials_with
 from dpfl_lightning.search.study import Pruned
-from dpfl_lightning.sets.distilled_set import DistilledSet
-from dpfl_lightning.sweep import main as sweep
 
 SWEEPS = Path(__file__).parents[1] / "sweeps"
 BUDGETS = [2, 4, 8, 8, 16]

@@ -20,22 +20,22 @@ from fakes import a_report, a_result, a_view
 from mlflow.tracking import MlflowClient
 from torch.utils._pytree import tree_map
 
+from dpfl_lightning.commands.fit import main as fit_command
+from dpfl_lightning.commands.sync import main as sync_command
 from dpfl_lightning.config.yaml_text import dump
-from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server.history import read
 from dpfl_lightning.federated.server.results import ClientEmbedding
-from dpfl_lightning.fit import main as fit_command
+from dpfl_lightning.papers.distilled_data import load_distilled
+from dpfl_lightning.papers.sets.distilled_set import DistilledSet
 from dpfl_lightning.privacy.clipping.inputs import arguments
 from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.mlflow import SeedsTracking, StudyTracking, Tracking, how_to_open, store_uri, sync
 from dpfl_lightning.reporting.mlflow.store import reported
 from dpfl_lightning.runtime.files import write_json, write_text
 from dpfl_lightning.runtime.text import without_secrets
-from dpfl_lightning.sets.distilled_set import DistilledSet
-from dpfl_lightning.sync import main as sync_command
 
 SECRET = "0123456789abcdef0123456789abcdef"
 LEDGER = {"ledger.jsonl", "ledger.head"}

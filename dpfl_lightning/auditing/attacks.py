@@ -22,7 +22,7 @@ from dpfl_lightning.auditing.harness import NOBODY, POOL, Harness, has_classes, 
 from dpfl_lightning.auditing.noisy import as_planned, spread_over_planned
 from dpfl_lightning.auditing.report import Finding
 from dpfl_lightning.auditing.target import AuditTarget
-from dpfl_lightning.build import FederatedLoop, build_engine
+from dpfl_lightning.build import build_engine
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserNotice
@@ -33,6 +33,7 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.results import read_guarantees
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.loop import FederatedLoop
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, NonPrivateEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned

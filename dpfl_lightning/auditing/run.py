@@ -14,8 +14,9 @@ from dpfl_lightning.auditing import attacks, exact, noisy, one_run
 from dpfl_lightning.auditing.harness import POOL, Harness, Scene, candidates, made_up, most_opposed
 from dpfl_lightning.auditing.report import Finding
 from dpfl_lightning.auditing.target import AuditTarget, subjects
-from dpfl_lightning.build import ENGINES, FederatedLoop, build_engine
+from dpfl_lightning.build import ENGINES, build_engine
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.loop import FederatedLoop
 from dpfl_lightning.privacy.noise import Streams
 
 COPIES = 32  # releases of one data set at once

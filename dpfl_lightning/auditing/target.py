@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.facts import ClientSettings
 from dpfl_lightning.federated.server.view import ServerState, View
+from dpfl_lightning.loop import FederatedLoop
 from dpfl_lightning.privacy.accounting.accountant import Accountant
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule

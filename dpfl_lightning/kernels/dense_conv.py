@@ -10,7 +10,6 @@ Reference: Lavin and Gray (2016), https://arxiv.org/abs/1509.09308.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
-from dpfl_lightning.kernels import LANES, check_loops
+from dpfl_lightning.privacy.clipping.convolutions import Convolutions, Pair, output_size
+from dpfl_lightning.runtime.loops import LANES, check_loops
 
 #: where the algorithm evaluates polynomials, by the kernel's size: rounding errors are 1 to 4 times torch's
 POINTS = {3: (0.0, 1.0, -1.0), 5: (0.0, -1.0, 1.0, 2.0, -0.5)}
 FEWEST_PRODUCTS = 256  # input times output channels; below this, its transforms take longer than they save
 IN_OTHER_FORMAT = 4  # times this, if x does not have channels last in memory
 SMALLEST_MAP = 4  # rows and columns of the input
-
-Pair = Sequence[int]
 
 
 def conv2d(
@@ -47,7 +45,7 @@ def conv2d(
     count = len(x) if count is None else count
     if _by_blocks(x, weight, stride, dilation, groups) and _fits(x, weight, bias, padding):
         return _in_blocks(*_block_loops(weight.shape[2]), x, weight, bias, padding, count)
-    return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
+    return Convolutions().forward(x, weight, bias, (stride, padding, dilation, groups), count)
 
 
 def input_gradient(
@@ -66,9 +64,7 @@ def input_gradient(
         size = weight.shape[2]
         flipped, padding = weight.flip(2, 3).transpose(0, 1), [size - 1 - n for n in padding]
         return _in_blocks(*_block_loops(size), dy, flipped, None, padding, count)
-    form = (stride, padding, dilation, False, [0, 0], groups)  # not transposed
-    wanted = [True, False, False]  # gradients of input, weight and bias
-    return torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[0]
+    return Convolutions().input_gradient(x, weight, dy, (stride, padding, dilation, groups), count)
 
 
 def weight_gradients(
@@ -155,12 +151,6 @@ def nhwc(x: Tensor) -> np.ndarray:
 
 def _bias(out: int, bias: Tensor | None) -> np.ndarray:
     return np.zeros(out, np.float32) if bias is None else bias.detach().contiguous().resolve_neg().numpy()
-
-
-def output_size(x: Tensor, weight: Tensor, stride: Pair, padding: Pair, dilation: Pair) -> list[int]:
-    """Return height and width of a convolution's output."""
-    forms = zip(x.shape[2:], padding, dilation, weight.shape[2:], stride, strict=True)
-    return [(size + 2 * pad - apart * (kernel - 1) - 1) // step + 1 for size, pad, apart, kernel, step in forms]
 
 
 def _in_format_of(x: Tensor, y_last: np.ndarray) -> Tensor:

@@ -12,9 +12,9 @@ from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from dpfl_lightning.kernels import LANES
-from dpfl_lightning.kernels.compiled import compiled
 from dpfl_lightning.kernels.windows import HALF, copy_rows, load, multiply_add, vector
+from dpfl_lightning.privacy.clipping.compiled import compiled
+from dpfl_lightning.runtime.loops import LANES
 
 TILE = 2  # rows and columns of the output that are computed together
 BLOCK = 12  # tiles at a time, which stay in the caches

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from dpfl_lightning.kernels import LOSER
-from dpfl_lightning.kernels.compiled import compiled
+from dpfl_lightning.privacy.clipping.compiled import compiled
+from dpfl_lightning.privacy.clipping.convolutions import LOSER
 
 
 def _max_relu(y, pooled, winners, records, height, width, channels):  # type: ignore[no-untyped-def]

@@ -7,23 +7,15 @@ Without it, a training step takes 1.33 times as long (the papers' CNN, batch 64)
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from dpfl_lightning.kernels import LOSER, check_loops
 from dpfl_lightning.kernels.dense_conv import nhwc
-
-
-def channels_last(x: Tensor) -> Tensor:
-    """Return `x` `[B, C, H, W]` with channels last in memory, in which pooling on a CPU is several times as fast."""
-    if x.shape[1] > 1:
-        return x.contiguous(memory_format=torch.channels_last)
-    height, width = x.shape[2:]  # a tensor with one channel needs the strides set explicitly
-    return x.contiguous().as_strided(x.shape, (height * width, 1, width, 1))
+from dpfl_lightning.privacy.clipping.convolutions import LOSER, Convolutions
+from dpfl_lightning.runtime.loops import check_loops
 
 
 def max_relu(y: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
@@ -35,24 +27,8 @@ def max_relu(y: Tensor, count: int | None = None) -> tuple[Tensor, Tensor]:
     the first largest number, row by row; it is 4 if ReLU passes no gradient on. As in torch, what is not a number wins.
     """
     if y.dtype != torch.float32 or min(y.shape[2:]) < 2:
-        return _by_torch(y)
+        return Convolutions().max_relu(y, len(y))
     return _by_loops(_loops(), y, len(y) if count is None else count)
-
-
-def spread(dy: Tensor, winners: Tensor, size: Sequence[int]) -> Tensor:
-    """Return the gradient of `y`, whose height and width are `size`, from the gradient `dy` of `max_relu`'s result."""
-    spread_dy = dy.new_zeros(*dy.shape[:2], *size)
-    height, width = (2 * n for n in dy.shape[2:])
-    for winner in range(4):
-        wins = winners.permute(0, 3, 1, 2) == winner
-        spread_dy[:, :, winner // 2 : height : 2, winner % 2 : width : 2] = dy.masked_fill(~wins, 0.0)
-    return spread_dy
-
-
-def _by_torch(y: Tensor) -> tuple[Tensor, Tensor]:
-    pooled, places = F.max_pool2d(y.relu(), 2, return_indices=True)
-    row, column = places // y.shape[3] % 2, places % y.shape[3] % 2
-    return pooled, (2 * row + column).masked_fill(pooled <= 0, LOSER).permute(0, 2, 3, 1).to(torch.uint8).contiguous()
 
 
 def _by_loops(loops: Callable[..., None], y: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -72,5 +48,6 @@ def _loops() -> Callable[..., None]:
 
     for channels in (3, 16):
         y = torch.randint(-2, 3, (2, channels, 5, 7), generator=torch.Generator().manual_seed(0)).float()  # with ties
-        check_loops("max-pooling", zip(_by_loops(max_relu, y, len(y)), _by_torch(y), strict=True), tolerance=0.0)
+        both = zip(_by_loops(max_relu, y, len(y)), Convolutions().max_relu(y, len(y)), strict=True)
+        check_loops("max-pooling", both, tolerance=0.0)
     return max_relu

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpfl_lightning.kernels import LANES, check_loops
 from dpfl_lightning.kernels.dense_conv import nhwc
+from dpfl_lightning.runtime.loops import LANES, check_loops
 
 MOSTLY_ZEROS = 0.4  # largest share of non-zero numbers for which this beats a dense convolution
 SMALLEST_WINDOW = 16  # numbers in a window; smaller ones do not use vector registers well

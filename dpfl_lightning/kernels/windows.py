@@ -13,8 +13,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from dpfl_lightning.kernels import LANES
-from dpfl_lightning.kernels.compiled import compiled
+from dpfl_lightning.privacy.clipping.compiled import compiled
+from dpfl_lightning.runtime.loops import LANES
 
 HALF = LANES // 2  # a vector may be half full: one register of AVX2
 HALVES = 12  # half vectors summed at once: enough to hide the latency of an addition, few enough for 16 registers

@@ -230,7 +230,7 @@ def _ziggurat() -> tuple[Any, Any, tuple[np.ndarray, np.ndarray, np.ndarray, flo
 
 @cache
 def _compiled(loop: Callable[..., Any]) -> Any:
-    from dpfl_lightning.kernels.compiled import compiled  # importing numba takes half a second
+    from dpfl_lightning.privacy.clipping.compiled import compiled  # importing numba takes half a second
 
     return compiled(loop)
 

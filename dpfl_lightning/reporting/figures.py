@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
@@ -14,13 +14,14 @@ from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
 from dpfl_lightning.federated.server.summary import smallest
 from dpfl_lightning.reporting.curves import MOST_CLIENTS, history
 from dpfl_lightning.runtime.text import counted
-from dpfl_lightning.sets.distilled_set import DistilledSet
 
 _MARKERS = "osD^vP*X<>hp"
 
 
-def figures(rounds: Sequence[Round], result: RunResult, distilled: DistilledSet | None = None) -> dict[str, Figure]:
-    """Return name -> figure, for the figures that have data."""
+def figures(
+    rounds: Sequence[Round], result: RunResult, products: Mapping[str, Figure] | None = None
+) -> dict[str, Figure]:
+    """Return name -> figure, for the figures that have data, and those of what strategies have made."""
     drawn: dict[str, Any] = {
         "accuracy_of_groups": _groups_figure(rounds, result),
         "epsilon_over_rounds": _epsilon_figure(rounds),
@@ -30,10 +31,11 @@ def figures(rounds: Sequence[Round], result: RunResult, distilled: DistilledSet 
         "noise_estimated": _noise_figure(result),
         "participation": _participation_figure(result),
         "clients": None if result.client_embedding is None else _clients_figure(result.client_embedding, result),
-        "distilled_images": None if distilled is None else _images_figure(distilled),
+        **(products or {}),
     }
     drawn = {name: figure for name, figure in drawn.items() if figure is not None}
-    for name in {"epsilon_over_rounds", "accuracy_over_budget", "participation", "distilled_images"} & drawn.keys():
+    shared = {"epsilon_over_rounds", "accuracy_over_budget", "participation", *(products or {})}
+    for name in sorted(shared & drawn.keys()):
         # figures are shared without context, so they carry the guarantee
         width = round(20 * drawn[name].get_figwidth())  # characters of this size in a line
         drawn[name].supxlabel(textwrap.fill(str(result.guarantee), width), fontsize=6, color="gray")
@@ -248,18 +250,6 @@ def _clients_figure(embedding: ClientEmbedding, result: RunResult) -> Figure:
 
 def _true_groups(result: RunResult) -> dict[int, int]:
     return {row["client"]: row["true_group"] for row in result.clients if row.get("true_group") is not None}
-
-
-def _images_figure(distilled: DistilledSet) -> Figure | None:
-    grid = distilled.grid()
-    if grid is None:
-        return None
-    height, width = grid.shape[:2]
-    figure = Figure(figsize=(6.5, max(1.5, 6.5 * height / width) + 0.8), dpi=150, layout="constrained")
-    axes = figure.add_subplot(title="Synthetic images, one row per class")
-    axes.imshow(grid.squeeze(2).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-    axes.set_axis_off()
-    return figure
 
 
 def _client_metric(result: RunResult, name: str) -> dict[int, float]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
@@ -18,8 +18,9 @@ from dpfl_lightning.federated.server.results import RunInfo, RunResult
 from dpfl_lightning.federated.server.scores import Column, bound, in_words, number, remarks, rows_of, summarised
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.reporting.odds import Odds, likelihood_ratio
 from dpfl_lightning.runtime.files import write_text
-from dpfl_lightning.runtime.text import at_least, at_most, counted, span
+from dpfl_lightning.runtime.text import at_most, counted, span
 
 _MOST_ROWS = 200  # clients in the table
 _MOST_KINDS, _MOST_GAPS = 8, 30  # shown lists of releases, and shown statements about what is not covered
@@ -36,43 +37,6 @@ class GuaranteePage(Callback):
             page = guarantee_page(result, view.guarantees(), view.run)
             path = view.run.output_dir / "guarantee.html"
             write_text(path, page)
-
-
-class Odds(NamedTuple):
-    """A promise (epsilon, delta) in plain words, each number rounded to the unfavourable side."""
-
-    factor: str
-    exception: str
-    guesses: str
-
-    @classmethod
-    def of(cls, epsilon: float, delta: float) -> "Odds":
-        """Translate a finite epsilon; no other epsilon has odds.
-
-        With all that a client sent, a guess between two equally likely data sets is right with probability at most
-        (exp(epsilon) + delta) / (exp(epsilon) + 1).
-
-        >>> Odds.of(2.0, 1e-4)
-        Odds(factor='7.4', exception='1 in 10,000', guesses='88.1 of 100 cases')
-        """
-        right = (1 + delta * math.exp(-epsilon)) / (1 + math.exp(-epsilon))
-        of_cases = f"{at_least(math.ceil(min(right, 1) * 1000) / 10)} of 100 cases"
-        return cls(_factor(epsilon), f"1 in {int(1 / delta + 1e-6):,}" if delta else "0", of_cases)
-
-
-def _factor(epsilon: float) -> str:
-    """Return exp(epsilon) with two digits, rounded up.
-
-    >>> _factor(0.0), _factor(3.0), _factor(8.0), _factor(40.0)
-    ('1', '21', '3,000', 'more than a million')
-    """
-    if epsilon > math.log(1e6):
-        return "more than a million"
-    value = math.exp(epsilon) * (1 - 1e-9)
-    step = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return (
-        f"{round(math.ceil(value / step) * step, 1):,g}" if value < 1000 else f"{math.ceil(value / step) * step:,.0f}"
-    )
 
 
 def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunInfo) -> str:
@@ -169,7 +133,7 @@ def _together(result: RunResult, guarantees: Sequence[Guarantee], order: Sequenc
                     "this run, epsilon": bound(guarantees[client].epsilon),
                     "all runs, epsilon": bound(one.epsilon),
                     "limit": "none" if one.limit is None else at_most(one.limit),
-                    "all runs, times as likely": _factor(one.epsilon) if finite else "no bound",
+                    "all runs, times as likely": likelihood_ratio(one.epsilon) if finite else "no bound",
                     "exception": Odds.of(one.epsilon, one.delta).exception if finite else "",
                 }
             )

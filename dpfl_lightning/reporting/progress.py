@@ -34,9 +34,9 @@ from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.models.model import has_frozen
 from dpfl_lightning.reporting.description import NO_PRIVACY, assumptions
+from dpfl_lightning.reporting.products import products_in
 from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.runtime.text import at_most, counted, data_size, duration
-from dpfl_lightning.sets.distilled_set import CARD, DATA_CARD, TENSORS
 
 _MOST_ROWS = 30  # more clients than this are summarised by smallest, median and largest
 _LINE_SECONDS = 10.0  # a log gets a line for an evaluated round at most this often
@@ -310,7 +310,7 @@ def _files(folder: Path) -> list[str]:
         "guarantee.html: the guarantee of every client, and what it does not cover",
         "result.json: results of every client",
         *([f"{model}: the trained parameters"] if model else []),
-        *([f"{TENSORS} and {DATA_CARD}: the distilled set, and its data card"] if (folder / CARD).exists() else []),
+        *(one.contents() for one in products_in(folder)),
         *(["receipts.json: how far the ledgers of nodes go, signed"] if (folder / "receipts.json").exists() else []),
         *(["private.json: how many gradients were not finite; only for the clients"] if private else []),
     ]
@@ -321,11 +321,10 @@ def _commands(folder: Path, view: View) -> list[str]:
     partial = ", strict=False" * has_frozen(view.module.net)
     first = [str(folder / one) for one in _models(folder)[:1]]
     in_python = [f"net.load_state_dict(torch.load({one!r}){partial})  (in Python)" for one in first]
-    search = f"{invocation('sweep')} --config SWEEP.yaml --sweep.distilled {folder}: search on the set"
     return [
         *([f"{invocation('evaluate')} {folder}: score the trained parameters"] if view.run.options else in_python),
         f"{invocation('report')} {folder}: curves and tables on one page",
-        *([search] if (folder / CARD).exists() else []),
+        *(step for one in products_in(folder) for step in one.next_steps(folder)),
     ]
 
 

@@ -8,7 +8,7 @@ from jinja2 import Environment, PackageLoader
 from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server.scores import formatted, scores_of
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
-from dpfl_lightning.reporting.guarantee_page import Odds
+from dpfl_lightning.reporting.odds import Odds
 
 
 def site_page(

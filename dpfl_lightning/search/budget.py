@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from dpfl_lightning.build import FederatedLoop, build_loop, build_population
+from dpfl_lightning.build import build_population
 from dpfl_lightning.config.load import with_values
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
@@ -19,12 +19,13 @@ from dpfl_lightning.federated.client.local_clients import facts_of
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.loop import FederatedLoop, build_loop
+from dpfl_lightning.papers.sets.distilled_set import DistilledSet
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, leaks_of
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.runtime.text import at_least, at_most
 from dpfl_lightning.search.costs import Cost, composed_costs, planned_cost
 from dpfl_lightning.search.options import SweepOptions
-from dpfl_lightning.sets.distilled_set import DistilledSet
 
 _MAKE_SETS = ("distillation", "feature_means")  # strategies
 _BESIDE = "beside "  # begins the purposes of the other run

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.errors import require
+from dpfl_lightning.loop import FederatedLoop
 from dpfl_lightning.privacy.accounting.accountant import Accountant, exact_sum, finite_or_none, get_accountant
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NonPrivateEvent, event_of
 from dpfl_lightning.privacy.accounting.guarantee import CHOSEN, Guarantee, guarantee

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning.build import build_loop, so_far
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.results import RunResult
+from dpfl_lightning.loop import build_loop, so_far
+from dpfl_lightning.papers.sets.cards import data_of_card
 from dpfl_lightning.privacy.ledger.verify import ledger_of, read
 from dpfl_lightning.search.costs import composed_costs, costs_of, planned_cost
-from dpfl_lightning.sets.cards import data_of_card
 
 
 def final_so_far(options: Options) -> tuple[bool, RunResult | None]:

@@ -15,7 +15,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from dpfl_lightning.algorithms.server_training import Training, public_generator
-from dpfl_lightning.build import FederatedLoop, build_loop, build_module, build_population
+from dpfl_lightning.build import build_module, build_population
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.registry import call
 from dpfl_lightning.data import Population
@@ -27,6 +27,8 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.loop import FederatedLoop, build_loop
+from dpfl_lightning.papers.sets.distilled_set import DistilledSet
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.search.costs import Cost, planned_cost
 from dpfl_lightning.search.options import SweepOptions
@@ -34,7 +36,6 @@ from dpfl_lightning.search.scores import Measured, Outcome, check_scores, measur
 from dpfl_lightning.search.space import PAID_FOR
 from dpfl_lightning.search.study import Pruned
 from dpfl_lightning.search.train_and_score import train_and_score
-from dpfl_lightning.sets.distilled_set import DistilledSet
 
 #: receives a step and the first score after it; returns whether the trial should end there
 Report = Callable[[int, float], bool]

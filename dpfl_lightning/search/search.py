@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-from dpfl_lightning.build import build_population, so_far
+from dpfl_lightning.build import build_population
 from dpfl_lightning.config.options import FREE, Options, TrackingOptions, named
-from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.server.results import FORMAT, RunResult
+from dpfl_lightning.loop import so_far
+from dpfl_lightning.papers.distilled_data import load_distilled
+from dpfl_lightning.papers.sets.distilled_set import CARD, DistilledSet
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import shown, without_credentials
 from dpfl_lightning.runtime.threads import cores
@@ -32,7 +34,6 @@ from dpfl_lightning.search.scores import directions, measured, reported
 from dpfl_lightning.search.space import changes_releases, check_trials_with, options_of, parse, probes
 from dpfl_lightning.search.storage import study_names
 from dpfl_lightning.search.study import Running, Study, Trial
-from dpfl_lightning.sets.distilled_set import CARD, DistilledSet
 
 Train = Callable[..., RunResult]  # `fit`, which is above this room
 

@@ -7,39 +7,39 @@ from typing import Any
 from dpfl_lightning.config.registry import call, check_names, imported
 from dpfl_lightning.federated.server.strategy import Strategy
 
-#: registry name -> (file, class)
+#: registry name -> (module, class); those of `papers` serve their systems, and nothing else imports them
 STRATEGIES = {
-    "biased_selection": ("selection.biased_selection", "BiasedSelection"),
-    "clustered": ("clustering.clustered", "Clustered"),
-    "distillation": ("distillation.distillation", "Distillation"),
-    "early_stopping": ("selection.early_stopping", "EarlyStopping"),
-    "epsilon_weighted": ("baselines.epsilon_weighted", "EpsilonWeighted"),
-    "feature_means": ("distillation.feature_means", "FeatureMeans"),
-    "fedadam": ("aggregation.fedadam", "FedAdam"),
-    "fedprox": ("aggregation.fedprox", "FedProx"),
-    "fedyogi": ("aggregation.fedyogi", "FedYogi"),
-    "geometric_median": ("aggregation.geometric_median", "GeometricMedian"),
-    "ifca": ("baselines.ifca", "Ifca"),
-    "kmeans_clusters": ("baselines.kmeans_clusters", "KMeansClusters"),
-    "local": ("clustering.local", "Local"),
-    "median": ("aggregation.median", "Median"),
-    "minimum_epsilon": ("baselines.minimum_epsilon", "MinimumEpsilon"),
-    "mixed_effects": ("clustering.mixed_effects", "MixedEffects"),
-    "mr_mtl": ("clustering.mr_mtl", "MrMtl"),
-    "multi_krum": ("aggregation.multi_krum", "MultiKrum"),
-    "noise_aware": ("aggregation.noise_aware", "NoiseAware"),
-    "noise_floor": ("aggregation.noise_floor", "NoiseFloor"),
-    "norm_bound": ("aggregation.norm_bound", "NormBound"),
-    "oracle_clusters": ("baselines.oracle_clusters", "OracleClusters"),
-    "pfa": ("baselines.pfa", "Pfa"),
-    "released_scores": ("selection.released_scores", "ReleasedScores"),
-    "robust_hdp": ("aggregation.robust_hdp", "RobustHdp"),
-    "server_momentum": ("aggregation.server_momentum", "ServerMomentum"),
-    "size_weighted": ("aggregation.size_weighted", "SizeWeighted"),
-    "trimmed_mean": ("aggregation.trimmed_mean", "TrimmedMean"),
-    "two_stage_selection": ("selection.two_stage_selection", "TwoStageSelection"),
-    "uniform": ("aggregation.uniform", "Uniform"),
-    "uniform_selection": ("baselines.uniform_selection", "UniformSelection"),
+    "biased_selection": ("strategies.selection.biased_selection", "BiasedSelection"),
+    "clustered": ("papers.clustered.clustered", "Clustered"),
+    "distillation": ("papers.distillation.distillation", "Distillation"),
+    "early_stopping": ("strategies.selection.early_stopping", "EarlyStopping"),
+    "epsilon_weighted": ("papers.baselines.epsilon_weighted", "EpsilonWeighted"),
+    "feature_means": ("papers.distillation.feature_means", "FeatureMeans"),
+    "fedadam": ("strategies.aggregation.fedadam", "FedAdam"),
+    "fedprox": ("strategies.aggregation.fedprox", "FedProx"),
+    "fedyogi": ("strategies.aggregation.fedyogi", "FedYogi"),
+    "geometric_median": ("strategies.aggregation.geometric_median", "GeometricMedian"),
+    "ifca": ("papers.baselines.ifca", "Ifca"),
+    "kmeans_clusters": ("papers.baselines.kmeans_clusters", "KMeansClusters"),
+    "local": ("strategies.clustering.local", "Local"),
+    "median": ("strategies.aggregation.median", "Median"),
+    "minimum_epsilon": ("papers.baselines.minimum_epsilon", "MinimumEpsilon"),
+    "mixed_effects": ("strategies.clustering.mixed_effects", "MixedEffects"),
+    "mr_mtl": ("strategies.clustering.mr_mtl", "MrMtl"),
+    "multi_krum": ("strategies.aggregation.multi_krum", "MultiKrum"),
+    "noise_aware": ("strategies.aggregation.noise_aware", "NoiseAware"),
+    "noise_floor": ("strategies.aggregation.noise_floor", "NoiseFloor"),
+    "norm_bound": ("strategies.aggregation.norm_bound", "NormBound"),
+    "oracle_clusters": ("papers.baselines.oracle_clusters", "OracleClusters"),
+    "pfa": ("papers.baselines.pfa", "Pfa"),
+    "released_scores": ("strategies.selection.released_scores", "ReleasedScores"),
+    "robust_hdp": ("papers.robust_hdp.robust_hdp", "RobustHdp"),
+    "server_momentum": ("strategies.aggregation.server_momentum", "ServerMomentum"),
+    "size_weighted": ("strategies.aggregation.size_weighted", "SizeWeighted"),
+    "trimmed_mean": ("strategies.aggregation.trimmed_mean", "TrimmedMean"),
+    "two_stage_selection": ("papers.selection.two_stage_selection", "TwoStageSelection"),
+    "uniform": ("strategies.aggregation.uniform", "Uniform"),
+    "uniform_selection": ("papers.baselines.uniform_selection", "UniformSelection"),
 }
 
 
@@ -64,5 +64,5 @@ def classes() -> dict[str, type[Strategy]]:
 def _class(name: str) -> type[Strategy]:
     if name in STRATEGIES:
         file, attribute = STRATEGIES[name]
-        return getattr(importlib.import_module(f"{__name__}.{file}"), attribute)
+        return getattr(importlib.import_module(f"dpfl_lightning.{file}"), attribute)
     return imported(f"strategies.{name}", name, Strategy)

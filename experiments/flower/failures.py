@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning.build import build_loop
+from dpfl_lightning.loop import build_loop
 from dpfl_lightning.privacy.ledger.ledger import Charge, read_ledger
 from dpfl_lightning.sites.exchange import Terms
 from dpfl_lightning.sites.node.state import StateFolder

@@ -89,7 +89,7 @@ class Federation:
 
     def start_node(self, site: str) -> None:
         (self.folder / site / "socket").unlink(missing_ok=True)
-        command = f"{sys.executable} -m dpfl_lightning.node serve {site} --slot {self.slot}"
+        command = f"{sys.executable} -m dpfl_lightning node serve {site} --slot {self.slot}"
         process = self.start(f"node {site}", command)
         wait_until(lambda: (self.folder / site / "socket").exists() or process.poll() is not None, f"node {site}")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dpfl_lightning.build import build_loop
+from dpfl_lightning.loop import build_loop
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from experiments.flower.federation import ROOT, SITES, TEST_KEY, Federation, options_of
 

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dpfl_lightning.commands.fit import fit, seed_list
 from dpfl_lightning.config.load import load, split
 from dpfl_lightning.config.options import FREE, nearest_key
 from dpfl_lightning.errors import UserError, command, require
-from dpfl_lightning.fit import fit, seed_list
 from dpfl_lightning.runtime.launcher import launched
 from experiments.papers.cells import (
     RESULTS,

@@ -283,7 +283,7 @@ def _code_of(folder: Path) -> Path:
 
 
 def _same(cell: Cell, runner: RunnerOptions, folder: Path) -> bool:
-    from dpfl_lightning.build import so_far
+    from dpfl_lightning.loop import so_far
 
     try:
         so_far(options_of(cell, runner, folder))

@@ -29,13 +29,13 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpfl_lightning import models
-from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server import aggregate
 from dpfl_lightning.federated.server.view import ServerState
+from dpfl_lightning.loop import FederatedLoop
 from dpfl_lightning.privacy.noise import Streams
 from experiments.speed.cases import CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER, NUM_CLASSES, Case
 from experiments.speed.sequence_nets import AdaptedBert, LSTMClassifier, Transformer

@@ -13,10 +13,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dpfl_lightning.build import build_loop
 from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.loop import build_loop
 
 CLIENTS = (100, 1000, 10_000, 100_000)
 COHORT = 100  # clients in a round

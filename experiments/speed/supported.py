@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpfl_lightning.build import ENGINES, FederatedLoop, build_engine
+from dpfl_lightning.build import ENGINES, build_engine
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.loop import FederatedLoop
 from dpfl_lightning.models import check_net
 from dpfl_lightning.models.tasks import TASKS
 from dpfl_lightning.privacy.clipping import checked

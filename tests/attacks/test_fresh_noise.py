@@ -12,7 +12,8 @@ from conftest import FIXED_KEY, PowerCut, small_loop, small_net
 from torch import nn
 from torch.nn import functional as F
 
-from dpfl_lightning.build import FederatedLoop
+from dpfl_lightning.commands.fit import main as fit
+from dpfl_lightning.commands.ledger import main as ledger
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.answers import rows_of
@@ -20,10 +21,9 @@ from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import MeanLoss
 from dpfl_lightning.federated.server.results import read_guarantees
-from dpfl_lightning.fit import main as fit
-from dpfl_lightning.ledger import main as ledger
+from dpfl_lightning.loop import FederatedLoop
+from dpfl_lightning.papers.baselines.ifca import Ifca
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.strategies.baselines.ifca import Ifca
 
 pytestmark = pytest.mark.e2e
 

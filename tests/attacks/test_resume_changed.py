@@ -13,7 +13,8 @@ from conftest import FIXED_KEY, PowerCut, blobs, small_loop, small_net
 from torch import nn
 from torch.nn import functional as F
 
-from dpfl_lightning.build import ENGINES, FederatedLoop
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.commands.fit import fit, main
 from dpfl_lightning.config.load import load
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.config.yaml_text import dump, read_yaml
@@ -21,11 +22,11 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.strategy import Strategy
-from dpfl_lightning.fit import fit, main
+from dpfl_lightning.loop import FederatedLoop
+from dpfl_lightning.papers.baselines.uniform_selection import UniformSelection
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
-from dpfl_lightning.strategies.baselines.uniform_selection import UniformSelection
 
 ROUNDS, DONE = 4, 2
 BUDGETS, DELTA = (4.0, 6.0, 8.0, 10.0), 1e-3

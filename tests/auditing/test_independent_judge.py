@@ -11,9 +11,9 @@ from conftest import blobs, small_loop
 
 from dpfl_lightning.auditing import noisy, one_run
 from dpfl_lightning.auditing.run import audit
-from dpfl_lightning.build import FederatedLoop, build_loop
 from dpfl_lightning.config.load import load
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.loop import FederatedLoop, build_loop
 
 pytestmark = pytest.mark.e2e  # the library is unpacked for these only
 

@@ -10,11 +10,12 @@ from conftest import blobs, small_loop
 
 from dpfl_lightning.auditing import attacks, exact, noisy
 from dpfl_lightning.auditing.run import audit
-from dpfl_lightning.build import ENGINES, FederatedLoop, build_engine, build_loop
+from dpfl_lightning.build import ENGINES, build_engine
 from dpfl_lightning.config.load import load
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.loop import FederatedLoop, build_loop
 
 pytestmark = pytest.mark.e2e
 

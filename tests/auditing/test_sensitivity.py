@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from dpfl_lightning.auditing import exact
 from dpfl_lightning.auditing.harness import most_opposed
 from dpfl_lightning.auditing.target import subjects
-from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.loop import FederatedLoop
 
 pytestmark = pytest.mark.e2e
 

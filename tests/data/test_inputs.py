@@ -23,8 +23,8 @@ from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.papers.distillation.distillation import Distillation
 from dpfl_lightning.privacy.clipping.inputs import take
-from dpfl_lightning.strategies.distillation.distillation import Distillation
 
 SIZES = {"berlin": 40, "rome": 70, "oslo": 30}
 

@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpfl_lightning.config.load import from_mapping, with_values
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import load
-from dpfl_lightning.distilled import DistilledDataModule, load_distilled
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.sets.cards import _command, data_of_card
-from dpfl_lightning.sets.distilled_set import CARD, TENSORS, DistilledSet
+from dpfl_lightning.papers.distilled_data import DistilledDataModule, load_distilled
+from dpfl_lightning.papers.sets.cards import _command, data_of_card
+from dpfl_lightning.papers.sets.distilled_set import CARD, TENSORS, DistilledSet
 
 
 def a_set(shape=(1, 4, 4), seed=0) -> DistilledSet:

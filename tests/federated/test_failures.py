@@ -15,8 +15,8 @@ from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.server import aggregate
+from dpfl_lightning.papers.baselines.ifca import Ifca
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.strategies.baselines.ifca import Ifca
 
 PROTECTED = PrivacyOptions(epsilon=8.0, delta=1e-3)
 

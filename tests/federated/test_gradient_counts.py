@@ -12,14 +12,14 @@ from fakes import Absent
 from rich.console import Console
 
 from dpfl_lightning.build import ENGINES
+from dpfl_lightning.commands.fit import main as fit
+from dpfl_lightning.commands.plan import main as plan
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import read_guarantees
 from dpfl_lightning.federated.server.view import ServerState
-from dpfl_lightning.fit import main as fit
-from dpfl_lightning.plan import main as plan
 from dpfl_lightning.privacy.ledger import verify as ledger_report
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.noise import Streams

@@ -11,7 +11,8 @@ from markupsafe import escape
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, OTHER_RUNS, UNKNOWN_RUNS, Guarantee, Together
-from dpfl_lightning.reporting.guarantee_page import Odds, guarantee_page
+from dpfl_lightning.reporting.guarantee_page import guarantee_page
+from dpfl_lightning.reporting.odds import Odds
 
 EVIL = "<script>alert('1')</script> & \"q\""
 

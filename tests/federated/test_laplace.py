@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from dpfl_lightning.commands.ledger import main as ledger
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.privacy.accounting.events import LaplaceEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Laplace

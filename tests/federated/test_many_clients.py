@@ -11,7 +11,7 @@ from conftest import private
 from dpfl_lightning import ClientOptions, Population
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import read_guarantees
-from dpfl_lightning.strategies.baselines.uniform_selection import UniformSelection
+from dpfl_lightning.papers.baselines.uniform_selection import UniformSelection
 
 COHORT, BUDGETS = 5, (2.0, 8.0)
 

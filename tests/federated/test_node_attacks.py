@@ -24,10 +24,10 @@ from sites import (
     with_lines,
 )
 
+from dpfl_lightning.commands.node import main
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.plan import LocalTraining
 from dpfl_lightning.federated.messages.query import FeatureSums
-from dpfl_lightning.node import main
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.mechanism import Gaussian

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sites import a_request, accepting, asked, charges, planned
 
-from dpfl_lightning.node import main
+from dpfl_lightning.commands.node import main
 from dpfl_lightning.privacy.ledger.ledger import Ledger
 from dpfl_lightning.sites.exchange import Hello, Refused, Released
 from dpfl_lightning.sites.node.accept import open_study

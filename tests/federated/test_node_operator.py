@@ -11,14 +11,14 @@ import sites
 import torch
 from sites import a_request, asked, charges, configured, nodes_of, over, planned, site, state_of
 
+from dpfl_lightning.commands.node import main
+from dpfl_lightning.commands.plan import main as plan_command
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.messages.clients import LostClients
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.messages.query import SelectModel
 from dpfl_lightning.federated.server.strategy import Strategy
-from dpfl_lightning.node import main
-from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism

@@ -17,12 +17,12 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, St
 
 from dpfl_lightning import Population
 from dpfl_lightning.build import ENGINES
+from dpfl_lightning.commands.evaluate import evaluate_run
+from dpfl_lightning.commands.fit import fit
 from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserError, UserNotice
-from dpfl_lightning.evaluate import evaluate_run
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.fit import fit
 from dpfl_lightning.models.learning_rates import build_schedule
 from dpfl_lightning.models.model import load_trained
 from dpfl_lightning.models.optimizers import SGD, build_optimizer

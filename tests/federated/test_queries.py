@@ -21,6 +21,7 @@ from rich.console import Console
 
 from dpfl_lightning import strategies
 from dpfl_lightning.build import ENGINES
+from dpfl_lightning.commands.ledger import main as ledger_command
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import (
@@ -36,8 +37,8 @@ from dpfl_lightning.federated.messages.query import (
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import read_guarantees
 from dpfl_lightning.federated.server.strategy import Strategy
-from dpfl_lightning.ledger import main as ledger_command
 from dpfl_lightning.models.model import FORWARD_CHUNK
+from dpfl_lightning.papers.clustered.model_selection import PLAIN_CHOICES
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import client_plans
 from dpfl_lightning.privacy.accounting.events import (
@@ -54,7 +55,6 @@ from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.reporting.curves import of_round
 from dpfl_lightning.reporting.progress import Progress
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
-from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
 
 pytestmark = pytest.mark.e2e
 

@@ -16,8 +16,8 @@ from conftest import FIXED_KEY
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpfl_lightning.commands.fit import main as fit
 from dpfl_lightning.federated.transport.ranked import spread
-from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.runtime.launcher import launched
 

@@ -13,9 +13,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from sites import asked, charges, configured, key_of, nodes_of, over, planned, reply_in, with_copy
 
+from dpfl_lightning.commands.ledger import main as ledger
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.messages.clients import LostClients
-from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.file import Head, read_header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger

@@ -9,6 +9,8 @@ import torch
 from conftest import EVERY_ENGINE, FIXED_KEY
 
 from dpfl_lightning import ClientModule, Population, strategies
+from dpfl_lightning.commands.ledger import main as ledger
+from dpfl_lightning.commands.plan import main as plan
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.config.registry import names_of
 from dpfl_lightning.data.persons import chosen_rows
@@ -16,16 +18,14 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.engines.serial import DrawnBatches
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.ledger import main as ledger
-from dpfl_lightning.plan import main as plan
+from dpfl_lightning.papers.baselines.ifca import Ifca
+from dpfl_lightning.papers.distillation.distillation import Distillation
+from dpfl_lightning.papers.distillation.feature_means import FeatureMeans
 from dpfl_lightning.privacy.accounting.guarantee import OTHER_CLIENTS
 from dpfl_lightning.privacy.clipping.inputs import Block
 from dpfl_lightning.reporting.description import markdown
 from dpfl_lightning.reporting.progress import Progress
 from dpfl_lightning.reporting.run_files import read_result
-from dpfl_lightning.strategies.baselines.ifca import Ifca
-from dpfl_lightning.strategies.distillation.distillation import Distillation
-from dpfl_lightning.strategies.distillation.feature_means import FeatureMeans
 
 pytestmark = pytest.mark.e2e
 

@@ -11,14 +11,14 @@ import torch
 from conftest import EVERY_ENGINE, FIXED_KEY, break_off, small_net
 
 from dpfl_lightning.build import ENGINES
+from dpfl_lightning.commands.evaluate import main as evaluate
+from dpfl_lightning.commands.fit import main as fit
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.evaluate import main as evaluate
 from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.client.identity import data_digests
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import SelectModel
 from dpfl_lightning.federated.server.strategy import Strategy
-from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.accounting.events import SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Mechanism

@@ -14,13 +14,13 @@ from conftest import FIXED_KEY
 from sites import a_request, asked, configured, federation, key_of, with_lines
 
 from dpfl_lightning.algorithms.binned_scores import binned_scores, edges_of
-from dpfl_lightning.build import build_loop
+from dpfl_lightning.commands.node import main
 from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.messages.query import ChargedQuery, ScoreCounts
 from dpfl_lightning.federated.server.strategy import Strategy
-from dpfl_lightning.node import main
+from dpfl_lightning.loop import build_loop
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger

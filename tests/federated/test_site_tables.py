@@ -10,10 +10,10 @@ from conftest import FIXED_KEY
 from sites import over
 
 from dpfl_lightning import Population
-from dpfl_lightning.build import build_loop
+from dpfl_lightning.commands.evaluate import evaluate_run
 from dpfl_lightning.config.load import from_mapping, load
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.evaluate import evaluate_run
+from dpfl_lightning.loop import build_loop
 from dpfl_lightning.sites.exchange import Site
 from dpfl_lightning.sites.node import accept
 from dpfl_lightning.sites.node.records import settings_of, site_population

@@ -11,13 +11,13 @@ import torch
 from conftest import FIXED_KEY, PowerCut
 from sites import OF_PERSONS, SITES, charges, configured, listening, nodes_of, over, planned, state_of, with_copy
 
-from dpfl_lightning.build import build_loop
+from dpfl_lightning.commands.evaluate import evaluate_run
+from dpfl_lightning.commands.ledger import main as ledger
 from dpfl_lightning.errors import UserError, UserNotice
-from dpfl_lightning.evaluate import evaluate_run
 from dpfl_lightning.federated.messages.clients import LostClients
 from dpfl_lightning.federated.server.history import read
 from dpfl_lightning.federated.server.round import Round
-from dpfl_lightning.ledger import main as ledger
+from dpfl_lightning.loop import build_loop
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.reporting import description
 from dpfl_lightning.sites import wire

@@ -30,10 +30,10 @@ from dpfl_lightning.federated.client.metrics import METRICS, Metrics
 from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER, ClientModels
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.models.tasks import TASKS, ClassWeightedLoss, task_of
+from dpfl_lightning.papers.distillation.distillation import Distillation
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.sites.node.records import seated
-from dpfl_lightning.strategies.distillation.distillation import Distillation
 
 
 class Named(nn.Module):

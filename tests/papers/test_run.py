@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dpfl_lightning.commands.fit import fit
 from dpfl_lightning.config.load import load
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.fit import fit
 from experiments.papers.cells import Cell, file_of, finished, kept, read, required_cells
 from experiments.papers.registry import experiments
 from experiments.papers.run import (

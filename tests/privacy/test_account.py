@@ -15,7 +15,7 @@ import torch
 from conftest import blobs, break_off, small_loop, small_net
 from dp_accounting import dp_event, pld
 
-from dpfl_lightning.account import main
+from dpfl_lightning.commands.account import main
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population, load
 from dpfl_lightning.errors import UserError, UserNotice

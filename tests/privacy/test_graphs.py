@@ -5,7 +5,7 @@ import torch
 
 from dpfl_lightning import models
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.privacy.clipping import graphs
+from dpfl_lightning.kernels import graphs
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.inputs import Block, take
 from dpfl_lightning.privacy.clipping.reference import ClipRequest

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dpfl_lightning.kernels import pool_loops, pooling, sparse_conv
+from dpfl_lightning.privacy.clipping.convolutions import spread
 
 
 def numbers(records, channels, height, width, dtype=torch.float32):
@@ -29,7 +30,7 @@ def test_pooled_map_and_its_gradient_are_torchs(dtype, channels_last):
             y = y.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
             pooled, winners = pooling.max_relu(y)
             dy = torch.randn_like(pooled)
-            gradient = pooling.spread(dy, winners, (height, width))
+            gradient = spread(dy, winners, (height, width))
             for order in (lambda y: F.max_pool2d(y.relu(), 2), lambda y: F.max_pool2d(y, 2).relu()):
                 y.requires_grad_()
                 expected = order(y)
@@ -56,7 +57,7 @@ def test_convolution_in_front_of_winners_equals_the_one_in_front_of_their_gradie
         winners = torch.randint(0, 5, (3, y.shape[2] // 2, y.shape[3] // 2, outputs), dtype=torch.uint8)
         dy = torch.randn(3, outputs, *winners.shape[1:3])
         dw, db, dx = sparse_conv.sparse_backward(layer, layer.weight, x, dy, need_dx=True, winners=winners)
-        wide_dy, weight = pooling.spread(dy, winners, y.shape[2:]), layer.weight.detach()
+        wide_dy, weight = spread(dy, winners, y.shape[2:]), layer.weight.detach()
         for i in range(3):
             form = (stride, padding, (1, 1), False, [0, 0], 1, [True, True, False])
             true_dx, true_dw, _ = torch.ops.aten.convolution_backward(wide_dy[i, None], x[i, None], weight, None, *form)

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.kernels.float64_sums import Products
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
+from dpfl_lightning.privacy.clipping.float64_sums import Products
 from dpfl_lightning.privacy.clipping.layer_rules import RULES, Lookup, Outer, Unsupported, arranged
 from dpfl_lightning.privacy.clipping.reference import (
     CANCELLING,

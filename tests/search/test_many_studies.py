@@ -16,9 +16,9 @@ import optuna
 import pytest
 import warm
 
+from dpfl_lightning.commands.sweep import main as sweep
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.ledger.verify import read
-from dpfl_lightning.sweep import main as sweep
 
 pytestmark = pytest.mark.slow
 

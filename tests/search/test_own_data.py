@@ -7,11 +7,11 @@ import pandas as pd
 import pytest
 import yaml
 
+from dpfl_lightning.commands.sweep import main as sweep
 from dpfl_lightning.config.load import load
 from dpfl_lightning.privacy.ledger.verify import read
 from dpfl_lightning.runtime.text import at_most
 from dpfl_lightning.search.objectives import FederatedObjective
-from dpfl_lightning.sweep import main as sweep
 
 pytestmark = pytest.mark.e2e
 

@@ -30,7 +30,7 @@ class Command:
         # a trial takes seconds, so that a command can be killed in one
         words = f"--sweep.trials {TRIALS} --sweep.heartbeat_seconds 1 --sweep.training.epochs 40".split()
         words += ["--sweep.storage", url, "--output_dir", str(folder)]
-        line = [sys.executable, "-m", "dpfl_lightning.sweep", *shrunken(FILE, data), *words]
+        line = [sys.executable, "-m", "dpfl_lightning", "sweep", *shrunken(FILE, data), *words]
         environment = {**os.environ, "PYTHONPATH": str(SWEEPS.parent), "OMP_NUM_THREADS": "1"}
         with self._output.open("w") as out:
             self.process = subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT, env=environment)

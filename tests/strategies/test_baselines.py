@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfl_lightning import strategies
+from dpfl_lightning.commands.plan import main as plan_command
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.strategy import Strategy
-from dpfl_lightning.plan import main as plan_command
+from dpfl_lightning.papers.baselines.kmeans_clusters import coordinates
+from dpfl_lightning.papers.clustered.model_selection import PLAIN_CHOICES
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.strategies.baselines.kmeans_clusters import coordinates
-from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
 
 GROUPS = (0, 1, 0, 1)
 BASELINES = {

@@ -20,21 +20,21 @@ from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.papers.baselines.ifca import Ifca
+from dpfl_lightning.papers.baselines.kmeans_clusters import KMeansClusters
+from dpfl_lightning.papers.baselines.oracle_clusters import OracleClusters
+from dpfl_lightning.papers.baselines.uniform_selection import UniformSelection
+from dpfl_lightning.papers.clustered.clustered import Clustered, drawn_groups
+from dpfl_lightning.papers.clustered.first_round import DISTANCE
+from dpfl_lightning.papers.clustered.model_selection import PLAIN_CHOICES
+from dpfl_lightning.papers.robust_hdp.robust_hdp import RobustHdp
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
-from dpfl_lightning.strategies.aggregation.robust_hdp import RobustHdp
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
-from dpfl_lightning.strategies.baselines.ifca import Ifca
-from dpfl_lightning.strategies.baselines.kmeans_clusters import KMeansClusters
-from dpfl_lightning.strategies.baselines.oracle_clusters import OracleClusters
-from dpfl_lightning.strategies.baselines.uniform_selection import UniformSelection
-from dpfl_lightning.strategies.clustering.clustered import Clustered, drawn_groups
-from dpfl_lightning.strategies.clustering.first_round import DISTANCE
 from dpfl_lightning.strategies.clustering.local import Local
-from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
 from dpfl_lightning.strategies.clustering.mr_mtl import MrMtl
 from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection
 
@@ -282,7 +282,7 @@ def test_unsure_groups_are_drawn_evenly_between_equal_models(start):
 
 @pytest.mark.slow
 def test_a_model_that_nobody_trains_stays(start, monkeypatch):
-    everybody = "dpfl_lightning.strategies.clustering.clustered.drawn_groups"
+    everybody = "dpfl_lightning.papers.clustered.clustered.drawn_groups"
     monkeypatch.setattr(everybody, lambda memberships, clients, round, seed: (0,) * len(clients))
     start(Clustered(switch_round=4), seen := Recorder(), rounds=4).run()
     assert torch.equal(seen.models[3][1:], seen.models[0][1:])

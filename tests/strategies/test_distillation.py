@@ -27,7 +27,6 @@ from few_digits import (
 from torch import nn
 
 from dpfl_lightning import strategies
-from dpfl_lightning.algorithms.gradient_matching import matched_names
 from dpfl_lightning.algorithms.server_training import public_generator, torch_seed
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
@@ -35,8 +34,9 @@ from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.models.augmentation import ClassAugmentation
+from dpfl_lightning.papers.distillation.distillation import Distillation, loops
+from dpfl_lightning.papers.distillation.gradient_matching import matched_names
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
-from dpfl_lightning.strategies.distillation.distillation import Distillation, loops
 
 pytestmark = NOTICE
 

@@ -7,13 +7,13 @@ from conftest import FIXED_KEY, private
 from few_digits import EQUAL, NOTICE, SMALL, few
 
 from dpfl_lightning.config.options import PrivacyOptions
-from dpfl_lightning.strategies.distillation.costs import (
+from dpfl_lightning.papers.distillation.costs import (
     Sent,
     participations,
     traffic,
     traffic_words,
 )
-from dpfl_lightning.strategies.distillation.distillation import Distillation
+from dpfl_lightning.papers.distillation.distillation import Distillation
 
 
 def planned(make_loop, privacy, counts=EQUAL, rounds=6, **options):

@@ -19,16 +19,16 @@ from dpfl_lightning.federated.server.history import FILE as HISTORY
 from dpfl_lightning.federated.server.history import read as read_curves
 from dpfl_lightning.models.features import COUNT_WEIGHT, record_features
 from dpfl_lightning.models.nets import convnet
+from dpfl_lightning.papers.distillation import feature_means
+from dpfl_lightning.papers.distillation.distillation import Distillation
+from dpfl_lightning.papers.distillation.feature_means import PURPOSE, FeatureMeans, pooled
+from dpfl_lightning.papers.sets.distilled_set import DistilledSet
 from dpfl_lightning.privacy.accounting.accountant import EXACT
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator
-from dpfl_lightning.sets.distilled_set import DistilledSet
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
-from dpfl_lightning.strategies.distillation import feature_means
-from dpfl_lightning.strategies.distillation.distillation import Distillation
-from dpfl_lightning.strategies.distillation.feature_means import PURPOSE, FeatureMeans, pooled
 
 QUICK = {"images_per_class": 2, "nets": 2, "image_steps": 2, "evaluation_epochs": 2, "min_records_per_target": 1}
 pytestmark = pytest.mark.filterwarnings("ignore:strategy feature_means. sums of records of single classes")

@@ -28,11 +28,11 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.client.module import LocalTask
 from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.papers.distillation.distillation import PURPOSE, Distillation
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import ENLARGED, Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator
-from dpfl_lightning.strategies.distillation.distillation import PURPOSE, Distillation
 
 
 def given_noise(noise, **options):

@@ -8,12 +8,12 @@ from conftest import PowerCut, cut_at, private
 from fakes import Absent
 from few_digits import NOTICE, SMALL, distilled, few, images_of
 
-from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.budgets import Budgets
+from dpfl_lightning.papers.distillation.distillation import PURPOSE, Distillation
+from dpfl_lightning.papers.distilled_data import load_distilled
+from dpfl_lightning.papers.sets.distilled_set import DATA_CARD
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.sets.distilled_set import DATA_CARD
-from dpfl_lightning.strategies.distillation.distillation import PURPOSE, Distillation
 
 pytestmark = NOTICE
 

@@ -12,11 +12,11 @@ from fakes import a_view
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
+from dpfl_lightning.commands.ledger import main as ledger
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import Score
-from dpfl_lightning.ledger import main as ledger
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS
 from dpfl_lightning.reporting.loggers import Loggers
 from dpfl_lightning.runtime.text import at_most

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 
 from dpfl_lightning.federated.messages.update import ClientUpdates
-from dpfl_lightning.strategies.clustering.first_round import limited
+from dpfl_lightning.papers.clustered.first_round import limited
 
 
 def test_first_updates_are_at_most_twice_as_long_as_the_median_one():

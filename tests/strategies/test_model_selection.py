@@ -22,12 +22,12 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import ChargedQuery, LowestLoss, NoMechanism, SelectModel
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.models.model import FORWARD_CHUNK
+from dpfl_lightning.papers.clustered.model_selection import ModelSelection
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
-from dpfl_lightning.strategies.clustering.model_selection import ModelSelection
 
 BUDGETS = (4.0, 6.0, 8.0, 10.0)  # of `make_loop`
 

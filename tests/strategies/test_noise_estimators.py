@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from noisy_updates import excess, noisy_updates, total_variation, update_noise_var
 
-from dpfl_lightning.algorithms.noise_estimators import (
+from dpfl_lightning.papers.robust_hdp.noise_estimators import (
     ESTIMATORS,
     EstimatorOptions,
     chosen_rows,
     estimate,
 )
-from dpfl_lightning.algorithms.noise_weights import weights
+from dpfl_lightning.papers.robust_hdp.noise_weights import weights
 from dpfl_lightning.privacy.mechanism import ENLARGED, Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator
 

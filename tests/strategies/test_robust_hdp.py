@@ -10,13 +10,18 @@ from conftest import blobs, private
 from estimated_rounds import kept, some_deltas, updates_of
 from fakes import Recorder
 
-from dpfl_lightning.algorithms.noise_estimators import EstimatorOptions, estimate, estimate_by_group, judged_groups
-from dpfl_lightning.algorithms.noise_weights import weights
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.papers.robust_hdp.noise_estimators import (
+    EstimatorOptions,
+    estimate,
+    estimate_by_group,
+    judged_groups,
+)
+from dpfl_lightning.papers.robust_hdp.noise_weights import weights
+from dpfl_lightning.papers.robust_hdp.robust_hdp import RobustHdp
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
-from dpfl_lightning.strategies.aggregation.robust_hdp import RobustHdp
 
 pytestmark = pytest.mark.filterwarnings("ignore:strategy robust_hdp.*clients count:UserWarning")
 BLIND = ("rpca", "hetero_pca", "raw_norm", "mean_residual")

@@ -17,10 +17,10 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.models import PersonalInput
+from dpfl_lightning.papers.baselines.uniform_selection import UniformSelection
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
-from dpfl_lightning.strategies.baselines.uniform_selection import UniformSelection
 from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection, participation_noise
 
 EPSILON = [0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

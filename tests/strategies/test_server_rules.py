@@ -19,6 +19,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.models.model import Model
+from dpfl_lightning.papers.baselines.pfa import Pfa
 from dpfl_lightning.strategies.aggregation.fedadam import FedAdam
 from dpfl_lightning.strategies.aggregation.fedyogi import FedYogi
 from dpfl_lightning.strategies.aggregation.geometric_median import GeometricMedian
@@ -29,7 +30,6 @@ from dpfl_lightning.strategies.aggregation.noise_floor import NoiseFloor, lowest
 from dpfl_lightning.strategies.aggregation.norm_bound import NormBound
 from dpfl_lightning.strategies.aggregation.server_momentum import ServerMomentum
 from dpfl_lightning.strategies.aggregation.trimmed_mean import TrimmedMean
-from dpfl_lightning.strategies.baselines.pfa import Pfa
 from experiments.papers.noise_aware.pfa import WholeUpdatePfa
 
 OPTIMIZERS = ("fedadam", "fedyogi", "server_momentum")

@@ -10,7 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from dpfl_lightning import models
-from dpfl_lightning.algorithms.gradient_matching import (
+from dpfl_lightning.algorithms.server_training import (
+    Training,
+    trained_on,
+)
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.papers.distillation.gradient_matching import (
     Matching,
     SyntheticSet,
     all_classes_at_once,
@@ -20,11 +25,6 @@ from dpfl_lightning.algorithms.gradient_matching import (
     matched_names,
     noise_aware_rows,
 )
-from dpfl_lightning.algorithms.server_training import (
-    Training,
-    trained_on,
-)
-from dpfl_lightning.federated.client.module import ClientModule
 
 MATCHINGS = ("layerwise_cosine", "mse")
 SHAPES = {"conv": (6, 2, 3, 3), "bias": (6,), "layer": (4, 5, 5), "linear": (3, 20), "norm": (6,)}

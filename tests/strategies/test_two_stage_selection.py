@@ -13,6 +13,7 @@ from strategies.test_selection import federation as of_eight
 
 from dpfl_lightning import strategies
 from dpfl_lightning.algorithms.allocation import allocate_int
+from dpfl_lightning.commands.ledger import main as verify
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
@@ -21,13 +22,12 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import ChargedQuery, MeanLoss
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.folder import RunFolder
-from dpfl_lightning.ledger import main as verify
+from dpfl_lightning.papers.selection.two_stage_selection import FILTER, TwoStageSelection
 from dpfl_lightning.privacy.accounting.events import SelectionEvent
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection
-from dpfl_lightning.strategies.selection.two_stage_selection import FILTER, TwoStageSelection
 from experiments.papers.selection.two_stages import PaperTwoStages
 
 ROUNDS, WARMUP = 12, 4

@@ -21,7 +21,7 @@ from dpfl_lightning.algorithms.update_groups import (
     rotated,
     simulated,
 )
-from dpfl_lightning.algorithms.update_mixture import (
+from dpfl_lightning.papers.clustered.update_mixture import (
     paper_mixture,
     robust_mixture,
     scaled_principal_coordinates,

@@ -120,7 +120,7 @@ def test_the_summary(show, tmp_path):
         "rounds are done.",
         "Guarantee: (3, 0.001)-differential privacy per record (add or remove one record), Poisson sampling",
         f"--sweep.distilled {tmp_path}: search on the set",
-        f"python -m dpfl_lightning.evaluate {tmp_path}",
+        f"python -m dpfl_lightning evaluate {tmp_path}",
         "mlflow ui [here]",
     ):
         assert part in words, part

@@ -21,10 +21,10 @@ from dpfl_lightning.federated.messages.query import (
     ScoreCounts,
     SelectModel,
 )
-from dpfl_lightning.kernels.pooling import channels_last
 from dpfl_lightning.models.features import feature_row, record_features
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.models.tasks import class_logits
+from dpfl_lightning.privacy.clipping.convolutions import channels_last
 from dpfl_lightning.privacy.clipping.inputs import Block, Inputs, take
 from dpfl_lightning.privacy.clipping.passes import FixedPasses
 from dpfl_lightning.privacy.clipping.reference import (

@@ -1,7 +1,7 @@
 """Accountants that turn composed releases into an epsilon: `pld` (tight), `rdp` (Renyi) and `paper_ma`.
 
 Calibration of RDP uses the vectorised formulas in `rdp.py`; Opacus computes the number that is reported. It is imported
-inside functions because it imports torch, which would slow down `dpfl_lightning.plan --help`.
+inside functions because it imports torch, which would slow down `dpfl plan --help`.
 """
 
 import functools

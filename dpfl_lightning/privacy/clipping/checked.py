@@ -15,14 +15,15 @@ from dpfl_lightning.errors import UserError, require, shortened, warn_user
 from dpfl_lightning.privacy.clipping.constant_draws import EXTREME_DRAWS, ConstantDraws, generators_kept
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
-from dpfl_lightning.privacy.clipping.graphs import GraphedSum
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.privacy.clipping.isolation import SMALL_CROWD, in_companies, of_copies, operations_of
+from dpfl_lightning.privacy.clipping.kernels import kernel
 from dpfl_lightning.privacy.clipping.layer_rules import ByName
 from dpfl_lightning.privacy.clipping.passes import PASS_COST, PASS_FLOPS, SIZES, Batch, FixedPasses
 from dpfl_lightning.privacy.clipping.reads import Read, reads_of
 from dpfl_lightning.privacy.clipping.reference import (
+    ClippedSum,
     ClipRequest,
     LoopClippedSum,
     Params,
@@ -70,7 +71,7 @@ class CheckedSum:
         self._loop = LoopClippedSum(net, sample_loss)
         self._sizes: dict[float | None, int] = {}  # by the expected number of records
         self._checked: dict[int, PassedSum] = {}
-        self._graphs: dict[int, GraphedSum] = {}  # by the size of passes, on a GPU
+        self._graphs: dict[int, ClippedSum] = {}  # by the size of passes, on a GPU
 
     @property
     def by_rules(self) -> bool:
@@ -93,9 +94,9 @@ class CheckedSum:
 
     def __call__(self, params: Params, x: Records, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         with one_thread_an_operator():
-            used: PassedSum | LoopClippedSum | GraphedSum = self.choose(request.expected)
+            used = self.choose(request.expected)
             if isinstance(used, FastClippedSum) and y.is_cuda and not (self.passes.draws or used.reads):
-                used = self._graphs.setdefault(used.size, GraphedSum(used, self.passes.examples))
+                return self._graphed(used)(params, x, y, request)
             if not isinstance(used, VmapClippedSum):
                 return used(params, x, y, request)
             try:
@@ -106,6 +107,12 @@ class CheckedSum:
                 if self._runs_under_vmap(used, params, request):  # a record is the cause: others must not feel it
                     raise of_a_record(error) from error
             return self._loop(params, x, y, request)
+
+    def _graphed(self, used: FastClippedSum) -> ClippedSum:
+        graphs = kernel("graphs")
+        if graphs is None:
+            return used
+        return self._graphs.setdefault(used.size, graphs.GraphedSum(used, self.passes.examples))
 
     def _runs_under_vmap(self, used: VmapClippedSum, params: Params, request: ClipRequest) -> bool:
         """Return whether a public record goes through with these weights, so that no record decides how others go."""

@@ -1,7 +1,7 @@
 """Exact clipped sums of per-record gradients, without computing summed weight gradients.
 
 One forward pass runs with weights that require no gradient, and one backward pass to the outputs of the layers with
-parameters. Each record's gradients then follow layer by layer (`layer_rules.py`, `sparse_conv.py`).
+parameters. Each record's gradients then follow layer by layer (`layer_rules.py`, `convolutions.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.kernels import dense_conv, pooling, sparse_conv
+from dpfl_lightning.privacy.clipping.convolutions import channels_last, convolutions
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.inputs import Block, rows_each, take
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
@@ -223,7 +223,7 @@ class FastClippedSum:
             return x._replace(x=tree_map(lambda part: part.unflatten(0, x.weights.shape), self.enter(x.rows)))
         if not self.channels_last or not isinstance(x, Tensor) or x.device.type != "cpu" or x.dim() != 4:
             return x
-        return pooling.channels_last(x)
+        return channels_last(x)
 
     def signals(self, params: Params, x: Records, y: Tensor) -> dict[str, dict[str, Tensor]]:
         """Return what the rules read, by unit: inputs `0`, `1`, ... and any gradient `dy` of the output, `[B, ...]`."""
@@ -256,7 +256,7 @@ class FastClippedSum:
         special = [name for name, unit in self.units_of.items() if has_special_backward(unit.module)]
         signals = self.signals(params, x, y) if special else {}
         dys = {name: signals[name]["dy"] for name in special if "dy" in signals.get(name, {})}
-        return [name for name, dy in dys.items() if sparse_conv.mostly_zeros(dy)]
+        return [name for name, dy in dys.items() if convolutions().is_sparse(dy)]
 
     def widest_input(self, params: Params, x: Records, y: Tensor) -> int:
         """Return the largest number of values that enter a unit for one record, at least 1."""
@@ -391,7 +391,7 @@ class _Watch:
         name = names[conv]
         self._note(name, self.units[name], conv2d_rule, (x,))
         with torch.no_grad():
-            pooled, winners = pooling.max_relu(conv2d_forward(conv, x, self.count), self.count)
+            pooled, winners = convolutions().max_relu(conv2d_forward(conv, x, self.count), self.count)
         return self._behind_seam(name, conv, (x,), pooled, winners)
 
     def noted(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
@@ -448,7 +448,7 @@ def _suits_channels_last(net: nn.Module) -> bool:
     if any(isinstance(m, nn.MaxPool2d) for m in modules):
         return True
     single = any(isinstance(m, nn.GroupNorm) and m.num_groups == m.num_channels for m in modules)
-    return not single and any(map(dense_conv.gains_in_blocks, modules))
+    return not single and any(map(convolutions().gains_from_channels_last, modules))
 
 
 def _has_rule(module: nn.Module) -> bool:

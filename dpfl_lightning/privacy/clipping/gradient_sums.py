@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from dpfl_lightning.kernels.float64_sums import Products
+from dpfl_lightning.privacy.clipping.float64_sums import Products
 from dpfl_lightning.privacy.clipping.layer_rules import ByName, Grads, arranged
 from dpfl_lightning.privacy.clipping.reference import Params
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpfl_lightning.kernels import LANES, dense_conv, pooling, sparse_conv
-from dpfl_lightning.kernels.float64_sums import kept, one_hot, row_norms, summing_dtype
+from dpfl_lightning.privacy.clipping.convolutions import Form, convolutions, output_size, spread
+from dpfl_lightning.privacy.clipping.float64_sums import kept, one_hot, row_norms, summing_dtype
 from dpfl_lightning.privacy.clipping.reference import CANCELLING, Params
+from dpfl_lightning.runtime.loops import LANES
 
 NARROW = 8  # input channels; below this, a matmul over patches is faster than a CPU's blocked convolution
 #: on a CPU, numbers of a gradient that are formed, measured and summed as fast as one position is summed in float64
@@ -294,7 +295,7 @@ def conv2d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor, co
     """`dW_j[o,c,u,v] = sum_hw dy_j[o,h,w] x_j[c, s h + d u, s w + d v]` (x padded), `db_j = sum_hw dy_j`.
 
     One of four ways: the gradient is never formed if the map is small compared with the kernel; compiled loops
-    (`dense_conv.py`); one convolution whose groups are the records; or a matmul over patches, for few input channels
+    (`convolutions.py`); one convolution whose groups are the records; or a matmul over patches, for few input channels
     and on accelerators.
     """
     assert isinstance(layer, nn.Conv2d)
@@ -313,7 +314,7 @@ def _conv2d_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor, count: int) ->
             dy.flatten(2).mT, _windows(layer, x, dy).permute(0, 4, 5, 3, 1, 2).reshape(len(x), positions, depth)
         )
     if has_special_backward(layer):
-        dw = dense_conv.weight_gradients(x, layer.weight, dy, *_form(layer), count)
+        dw = convolutions().weight_gradients(x, layer.weight, dy, _form(layer), count)
         if dw is not None:
             return Dense(dw, (0, 1, 4, 2, 3))
     if layer.groups > 1 or (x.device.type == "cpu" and layer.in_channels >= NARROW):
@@ -339,7 +340,7 @@ def conv2d_forward(layer: nn.Conv2d, x: Tensor, count: int) -> Tensor:
     if x.device.type != "cpu" or x.dim() != 4:
         return nn.Conv2d.forward(layer, x)
     with torch.no_grad():
-        return dense_conv.conv2d(x, layer.weight, layer.bias, *_form(layer), count)
+        return convolutions().forward(x, layer.weight, layer.bias, _form(layer), count)
 
 
 def conv2d_backward(
@@ -358,18 +359,21 @@ def conv2d_backward(
     Compiled loops compute those of the first `count` records only: the results of others are missing, or zero.
 
     `sparse` means that `dy` is known to be mostly zeros (after max-pooling), which makes both cheap. With `winners` of
-    `pooling.max_relu`, `dy` is the gradient of the pooled map.
+    `Convolutions.max_relu`, `dy` is the gradient of the pooled map.
     """
-    if (sparse or winners is not None) and sparse_conv.suits(layer, x, winners is not None):
-        dw, db, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx, winners, count)
+    found = None
+    if sparse or winners is not None:
+        found = convolutions().sparse_backward(layer, weight, x, dy, need_dx, winners, count)
+    if found is not None:
+        dw, db, dx = found
         return _only(params, weight=lambda: Dense(dw, (0, 1, 4, 2, 3)), bias=lambda: Dense(db)), dx
     if winners is not None:
-        dy = pooling.spread(dy, winners, dense_conv.output_size(x, weight, *_form(layer)[:3]))
-    dx = dense_conv.input_gradient(x, weight, dy, *_form(layer), count) if need_dx else None
+        dy = spread(dy, winners, output_size(x, weight, *_form(layer)[:3]))
+    dx = convolutions().input_gradient(x, weight, dy, _form(layer), count) if need_dx else None
     return conv2d_rule(layer, params, (x,), dy, count), dx
 
 
-def _form(layer: nn.Conv2d) -> tuple[Sequence[int], Sequence[int], Sequence[int], int]:
+def _form(layer: nn.Conv2d) -> Form:
     assert not isinstance(layer.padding, str)
     return layer.stride, layer.padding, layer.dilation, layer.groups
 

@@ -17,7 +17,7 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.kernels.float64_sums import kept, one_hot, row_norms, summing_dtype
+from dpfl_lightning.privacy.clipping.float64_sums import kept, one_hot, row_norms, summing_dtype
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.passes import Batch, checksum, checksums, passes
 from dpfl_lightning.privacy.clipping.state import is_large, tensors_restored

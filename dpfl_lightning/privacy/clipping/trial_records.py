@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dpfl_lightning.kernels.float64_sums import row_norms
 from dpfl_lightning.privacy.clipping.constant_draws import generators_kept
+from dpfl_lightning.privacy.clipping.float64_sums import row_norms
 from dpfl_lightning.privacy.clipping.inputs import Block, rows_each, take
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.isolation import crowd_of, operations_of

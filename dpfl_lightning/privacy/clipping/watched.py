@@ -83,7 +83,7 @@ class WatchedCalls(TorchFunctionMode):
         self._failed = ""
 
     def require_no_error(self) -> None:
-        """Raise LeftVmap if an operator of a pass has failed: if the code goes on, that of one record is felt by all."""
+        """Raise LeftVmap if an operator of a pass has failed: if code goes on, all records feel the error of one."""
         if self._failed:
             raise LeftVmap(self._failed)
 

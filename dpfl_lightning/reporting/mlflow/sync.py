@@ -10,13 +10,13 @@ from dpfl_lightning.reporting import curves, description, run_files
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.mlflow.models import send_models
 from dpfl_lightning.reporting.mlflow.store import Metric, Run, Store, last_points, metrics
+from dpfl_lightning.reporting.products import products_in
 from dpfl_lightning.reporting.run_files import RunFiles
-from dpfl_lightning.sets.distilled_set import CARD, DATA_CARD, TENSORS, DistilledSet
 
 # Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
 _LEDGER = ("ledger.jsonl", "ledger.head")
 _REPORTS = ("guarantees.json", "guarantee.html", "result.json", HISTORY)
-_FILES = (*_LEDGER, *_REPORTS, "model.pt", "model_*.pt", TENSORS, CARD, DATA_CARD)
+_FILES = (*_LEDGER, *_REPORTS, "model.pt", "model_*.pt")
 
 
 def sync(folder: Path, store: Store, running: bool = False) -> int:
@@ -90,12 +90,13 @@ def _end(store: Store, run_id: str, run: RunFiles) -> None:
     note = {"mlflow.note.content": description.markdown(about["notes"], ended["reason"], result)}
     store.tag(run_id, {**guarantee, **note, "status": ended["reason"]})
     store.end(run_id, ended["status"], None if about["exact_times"] and about["ended"] else ended["seconds"])
-    for pattern in _LEDGER if result is None else _FILES:
+    products = [] if result is None else products_in(folder)
+    for pattern in _LEDGER if result is None else (*_FILES, *(file for one in products for file in one.files)):
         for path in sorted(folder.glob(pattern)):
             store.client.log_artifact(run_id, str(path))
     if result is not None:
-        distilled = DistilledSet.load(folder) if (folder / TENSORS).is_file() else None
-        for name, figure in figures(run.rounds, result, distilled).items():
+        drawn = {name: figure for one in products for name, figure in one.figures(folder).items()}
+        for name, figure in figures(run.rounds, result, drawn).items():
             store.client.log_figure(run_id, figure, f"figures/{name}.png")
         scores = {key: one.values.get(key) for one in run.rounds[-1:] for key in _columns(run)}
         of_model = metrics(scores, result.rounds, about["exact_times"])

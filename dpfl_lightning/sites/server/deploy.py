@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import dpfl_lightning
-from dpfl_lightning.build import FederatedLoop, build_loop, build_test_set, of_table
+from dpfl_lightning.build import build_test_set, of_table
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require, warn_user
@@ -22,6 +22,7 @@ from dpfl_lightning.federated.client.identity import deciding_options, module_di
 from dpfl_lightning.federated.messages.query import Query
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy, overrides
+from dpfl_lightning.loop import FederatedLoop, build_loop
 from dpfl_lightning.privacy.accounting.guarantee import leaks_of
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.sites import wire

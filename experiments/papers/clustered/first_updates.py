@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.algorithms.update_mixture import Mixture, paper_mixture, robust_mixture
-from dpfl_lightning.build import build_loop, build_net, build_population
+from dpfl_lightning.build import build_net, build_population
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.local_clients import facts_of
+from dpfl_lightning.loop import build_loop
+from dpfl_lightning.papers.clustered.first_round import DISTANCE, PURPOSE
+from dpfl_lightning.papers.clustered.update_mixture import Mixture, paper_mixture, robust_mixture
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
-from dpfl_lightning.strategies.clustering.first_round import DISTANCE, PURPOSE
 from experiments.papers.run import CellContext
 
 PAPER = {"num_clusters": 4, "mixture": "paper", "first_round_noise_multiplier": "same"}

@@ -10,7 +10,7 @@ from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.strategies.distillation.distillation import COUNTS, Distillation, divisors
+from dpfl_lightning.papers.distillation.distillation import COUNTS, Distillation, divisors
 
 
 @dataclass

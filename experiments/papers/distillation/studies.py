@@ -25,8 +25,8 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.papers.sets.distilled_set import DistilledSet
 from dpfl_lightning.privacy.noise import Streams
-from dpfl_lightning.sets.distilled_set import DistilledSet
 from experiments.papers.cells import Cell
 from experiments.papers.distillation.baselines import (
     ON_A_SET,

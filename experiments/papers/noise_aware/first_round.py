@@ -5,11 +5,11 @@ from typing import Any
 
 from torch import Tensor
 
-from dpfl_lightning.algorithms.noise_estimators import EstimatorOptions, estimate
-from dpfl_lightning.algorithms.noise_weights import weights
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.papers.robust_hdp.noise_estimators import EstimatorOptions, estimate
+from dpfl_lightning.papers.robust_hdp.noise_weights import weights
 from experiments.papers.noise_aware.formulas import of_sum, oracle_weights
 from experiments.papers.recorder import FirstRoundOnly, Recorder
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.strategies.baselines.pfa import Pfa, projected
+from dpfl_lightning.papers.baselines.pfa import Pfa, projected
 
 
 @dataclass

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfl_lightning.build import build_loop
 from dpfl_lightning.federated.messages.clients import Clients
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.loop import build_loop
 from experiments.papers.recorder import Recorder, guarantee_of
 from experiments.papers.run import CellContext
 

@@ -11,7 +11,7 @@ from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState, View
-from dpfl_lightning.strategies.selection.two_stage_selection import Report, TwoStageSelection
+from dpfl_lightning.papers.selection.two_stage_selection import Report, TwoStageSelection
 from experiments.papers.selection.estimates import (
     FirstStage,
     NoiseModel,

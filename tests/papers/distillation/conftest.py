@@ -1,7 +1,7 @@
 import pytest
 from fake_experiments import held
 
-from dpfl_lightning.fit import fit
+from dpfl_lightning.commands.fit import fit
 from experiments.papers.cells import required_cells, write
 from experiments.papers.registry import experiments
 from experiments.papers.run import RunnerOptions

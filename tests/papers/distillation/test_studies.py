@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpfl_lightning.sets.distilled_set import DistilledSet
+from dpfl_lightning.papers.sets.distilled_set import DistilledSet
 from experiments.papers.__main__ import main
 from experiments.papers.cells import Cell, contents, kept
 from experiments.papers.distillation import studies

@@ -21,9 +21,9 @@ from dpfl_lightning.federated.client.engines.unclipped import quicker_without_cl
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask, StepOptimizer, dp_step
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
-from dpfl_lightning.kernels.float64_sums import summing_dtype
 from dpfl_lightning.models.model import forward_chunk
 from dpfl_lightning.privacy.clipping.checked import CheckedSum, clipped_sum_for
+from dpfl_lightning.privacy.clipping.float64_sums import summing_dtype
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.noise import Streams

@@ -1,0 +1,1 @@
+"""The commands of `dpfl`, one file each."""

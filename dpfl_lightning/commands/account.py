@@ -1,0 +1,107 @@
+"""`dpfl account`: what all runs on the same records cost together, and the limit on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dpfl_lightning.config.command_line import CommandParser
+from dpfl_lightning.errors import command, require
+from dpfl_lightning.runtime.text import at_most, columns, counted, shown
+
+if TYPE_CHECKING:
+    from dpfl_lightning.privacy.ledger.account import Holder, PrivacyAccount
+
+_ABOUT = (
+    "Show what all runs on the records of each data holder cost together: epsilon, composed as if one run had planned "
+    "them, at the least delta of the runs or that of the limit. limit HOLDER EPSILON DELTA: no run may bring all "
+    "runs above that, though later ones are chosen after earlier results; with a limit, a run with an unknown name is "
+    "refused. join HOLDER HOLDER: two names are one holder. add RUN ...: count runs that were made elsewhere. accept: "
+    "go on with an older file than was seen last."
+)
+_USAGE = "[VERB WORD ...] [FLAGS]"
+_EXAMPLES = ("", "limit bergen 8 1e-5", "join bergen Bergen_hospital", "add runs/*", "--json")
+_COUNTS = {"": 0, "limit": 3, "join": 2, "accept": 0}  # words after the verb
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `account` with command-line arguments, and return its exit status."""
+    parser = CommandParser("account", _ABOUT, _USAGE, _EXAMPLES)
+    parser.add_argument("verb", metavar="VERB", nargs="?", default="", choices=("", "limit", "join", "add", "accept"))
+    parser.add_argument("words", metavar="WORD", nargs="*", help="what VERB needs, see above")
+    parser.add_argument("--file", metavar="FILE", help="the account (default: that of privacy.account auto)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    flags = parser.parse_args(argv)
+    from dpfl_lightning.privacy.ledger.account import PrivacyAccount, users_file
+
+    count = _COUNTS.get(flags.verb, max(len(flags.words), 1))
+    require(len(flags.words) == count, f"account {flags.verb}".strip(), _needs(count), flags.words, "See --help.")
+    account = PrivacyAccount(users_file() if flags.file is None else Path(flags.file))
+    if flags.verb == "" and not account.path.exists() and not account.is_missed():
+        print(json.dumps(_as_dict(account, [])) if flags.json else _text(account, []))
+        return 0
+    if flags.verb == "limit":
+        account.limit(flags.words[0], *(_number(word) for word in flags.words[1:]))
+    elif flags.verb == "join":
+        account.join(*flags.words)
+    elif flags.verb == "add":
+        _add(account, flags.words)
+    elif flags.verb == "accept":
+        print(f"The account goes on with {counted(account.accept(), 'line')}.")
+    holders = account.holders()
+    print(json.dumps(_as_dict(account, holders)) if flags.json else shown(_text(account, holders)))
+    return 0
+
+
+def _needs(count: int) -> str:
+    return f"be followed by {counted(count, 'word')}"
+
+
+def _number(word: str) -> float:
+    try:
+        return float(word)
+    except ValueError:
+        require(False, "account limit", "be followed by a name, an epsilon and a delta", word, "Such as bergen 8 1e-5.")
+        raise
+
+
+def _add(account: PrivacyAccount, runs: Sequence[str]) -> None:
+    from dpfl_lightning.privacy.ledger.verify import ledger_of
+
+    for path in map(ledger_of, runs):
+        print(f"{path}: {counted(account.add(path), 'release')} added")
+
+
+def _as_dict(account: PrivacyAccount, holders: Sequence[Holder]) -> dict[str, object]:
+    rows = [{"holder": list(one.names), **one.together.as_dict()} for one in holders]
+    return {"account": str(account.path), "holders": rows}
+
+
+def _text(account: PrivacyAccount, holders: Sequence[Holder]) -> str:
+    """Return a row for each data holder."""
+    if not holders:
+        return f"{account.path}: no run is in the account."
+    rows = [
+        [
+            " = ".join(one.names),
+            one.together.runs,
+            at_most(one.together.epsilon),
+            at_most(one.together.delta),
+            "none" if one.together.limit is None else at_most(one.together.limit),
+            "" if one.together.used is None else f"{one.together.used:.1%}",
+            one.together.adjacency,
+            one.together.accountant,
+        ]
+        for one in holders
+    ]
+    heads = ["data holder", "runs", "epsilon", "delta", "limit", "limit used", "neighbouring data sets", "accountant"]
+    lines = [f"Account {account.path}", columns([heads, *rows])]
+    if any(one.together.used is not None for one in holders):
+        lines.append(
+            "A limit is used up by Renyi differential privacy at one order, a bound that holds though later runs "
+            "follow from earlier results; epsilon assumes that all runs were planned beforehand, and is smaller."
+        )
+    return "\n".join(lines)

@@ -1,0 +1,60 @@
+"""`python -m dpfl_lightning report RUN...`: one HTML file that shows and compares runs, seeds and searches."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpfl_lightning.config.command_line import CommandParser
+from dpfl_lightning.errors import UserError, command, require
+from dpfl_lightning.runtime.files import write_text
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `report` with command-line arguments, and return its exit status."""
+    description = "Write one HTML file, which works offline, about runs, seeds and searches."
+    examples = ["runs/digits", "runs/uniform runs/noise_aware --output comparison.html"]
+    parser = CommandParser("report", description, "RUN... [--output FILE]", examples)
+    _flags(parser)
+    options = parser.parse_args(argv)
+    output = Path(options.output)
+    require(
+        output.parent.is_dir() and (output.is_file() or not output.exists()),
+        "--output",
+        "be a file in a folder that exists",
+        str(output),
+    )
+    page = report([Path(run) for run in options.runs])
+    write_text(output, page)
+    print(f"{output}: open it in a browser")
+    return 0
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    runs = "folder of a run (finished or not), of seeds or of a search"
+    parser.add_argument("runs", metavar="RUN", nargs="+", help=runs)
+    parser.add_argument("--output", metavar="FILE", default="report.html", help="file to write (report.html)")
+
+
+def report(folders: Sequence[Path]) -> str:
+    """Return the report on what lies in `folders` as HTML text; verifies the ledger of each run.
+
+    Raises UserError if a folder holds no run, or a file cannot be read.
+    """
+    from dpfl_lightning.reporting.report_page import report_page
+    from dpfl_lightning.reporting.run_files import RunGroup, read
+
+    parts = [read(folder) for folder in folders]
+    runs = [run.folder for part in parts if isinstance(part, RunGroup) for run in part.runs]
+    return report_page(parts, {str(folder): _verified(folder) for folder in runs})
+
+
+def _verified(folder: Path) -> str:
+    """Return "verified" if the ledger in a folder verifies, else why not."""
+    from dpfl_lightning.privacy.ledger.verify import ledger_of, read
+
+    try:
+        read([ledger_of(folder)])
+    except (UserError, OSError) as error:
+        return str(error)
+    return "verified"

@@ -1,0 +1,320 @@
+"""A whole run in this process: the only module that connects the server to its clients."""
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from torch import nn
+
+from dpfl_lightning import strategies
+from dpfl_lightning.build import ENGINES, build_engine, build_module, build_net, build_population
+from dpfl_lightning.config.options import ClientOptions, NetworkOptions, Options, PrivacyOptions
+from dpfl_lightning.config.registry import imported, made_by
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError, require, require_one_of, require_whole, warn_user
+from dpfl_lightning.federated.client.engines.engine import Engine
+from dpfl_lightning.federated.client.engines.fast import FastEngine
+from dpfl_lightning.federated.client.folder import ClientFolder
+from dpfl_lightning.federated.client.identity import deciding_options
+from dpfl_lightning.federated.client.local_clients import LocalClients, facts_of
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.folder import RunFolder
+from dpfl_lightning.federated.server.results import RunResult
+from dpfl_lightning.federated.server.session import RunSession
+from dpfl_lightning.federated.server.settings import RunConfig, client_settings, reported_epsilons
+from dpfl_lightning.federated.server.strategy import Strategy, overrides, register
+from dpfl_lightning.federated.transport.ranked import RankedClients
+from dpfl_lightning.federated.transport.ranks import Ranks
+from dpfl_lightning.models.learning_rates import build_schedule
+from dpfl_lightning.models.optimizers import build_optimizer
+from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, EXACT_TIMES
+from dpfl_lightning.privacy.ledger.ledger import check_same
+from dpfl_lightning.reporting.curves import Curves
+from dpfl_lightning.reporting.guarantee_page import GuaranteePage
+from dpfl_lightning.reporting.run_files import read_result
+from dpfl_lightning.runtime.launcher import invocation
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+
+#: makes clients from a population, a module, an engine and the privacy options, as `LocalClients` does
+Remote = Callable[..., LocalClients]
+
+
+def build_loggers(options: Options) -> list[Logger]:
+    """Make the Lightning loggers of `tracking.loggers`; those that take `save_dir` write to `output_dir`."""
+    loggers: list[Logger] = []
+    for place, one in enumerate(() if options.tracking is None else options.tracking.loggers):
+        key, path = f"tracking.loggers.{place}", str(one.get("class_path"))
+        require(one.keys() <= {"class_path", "init_args"}, key, "have a class_path and init_args alone", dict(one))
+        takes = inspect.signature(imported(f"{key}.class_path", path, Logger)).parameters
+        usual = {
+            "save_dir": options.output_dir,
+            "default_hp_metric": False,
+        }  # TensorBoard would chart an hp_metric of -1
+        arguments = {**{name: value for name, value in usual.items() if name in takes}, **one.get("init_args", {})}
+        try:
+            loggers.append(made_by(key, path, arguments))
+        except UserError:
+            raise
+        except (ImportError, TypeError, ValueError) as error:
+            reason = str(error).split("\n")[0].rstrip(".")
+            raise UserError(f"`{key}` must work, got from {path}: {type(error).__name__}: {reason}.") from None
+    return loggers
+
+
+def new_folder() -> str:
+    """Return the folder of a new run that has no `output_dir`."""
+    return datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S-%f")
+
+
+class FederatedLoop(RunSession):
+    """Differentially private federated training of one module over a population, with both sides in this process.
+
+    Args:
+        population: the clients' private records, and the records for evaluation.
+        module: one client's step, or an `nn.Module` or LightningModule, which `ClientModule` wraps. Its parameters are
+            the initial model, and after `run`, also after an interruption, the trained one, as in `model.pt`. If there
+            are several models, `client_model` returns each client's; the module has their mean if every client has its
+            own, and the initial parameters if clusters have theirs. Personal parameters always keep their initial
+            values, and the module its mode.
+        privacy: None is a run without privacy.
+        strategies: at most one is an aggregation rule. Without one a strategy's `default_base` is added, or DPFedAvg.
+        callbacks: nothing is printed without `Progress()`, as in `callbacks=[Progress()]`. Strategies may be here, too.
+        engine: fast (the default), serial or trainer.
+        output_dir: a new or empty folder; the default is a folder under `runs/`.
+        device: "auto", or an accelerator of Lightning Fabric.
+        options: the resolved configuration, which is stored with the run.
+        new_net: builds the module's `net` from a seed, for strategies that start with several models or begin again.
+        remote: makes the clients, as `LocalClients` does, if their records are at sites; see `sites.server`.
+
+    The other arguments are options of `config.options`.
+
+    **Guarantees** Every release is planned, charged to the synced ledger, and noised, in this order; no client exceeds
+    its schedule. `run(resume=True)` charges the round that a crash interrupted again, from `reserve_rounds`, with fresh
+    noise; with `privacy.noise_key` (a simulation) it repeats the uninterrupted run bit for bit on a CPU, except for
+    models that draw random numbers, such as dropout.
+
+    **Privacy** The guarantee is for a record, or a person (`privacy.unit`), of each client separately,
+    against an untrusted server that sees every update. Evaluation on test and held-out records is not covered.
+
+    Raises:
+        UserError: options are out of range, or contradict each other.
+    """
+
+    clients: LocalClients
+
+    def __init__(
+        self,
+        population: Population,
+        module: nn.Module,
+        *,
+        rounds: int,
+        clients: ClientOptions | None = None,
+        privacy: PrivacyOptions | None,
+        network: NetworkOptions | None = None,
+        strategies: Sequence[Strategy] = (),
+        callbacks: Sequence[Callback | Strategy] = (),
+        engine: Engine | str | None = None,
+        seed: int = 0,
+        output_dir: str | Path | None = None,
+        device: str = "auto",
+        evaluate_every: int = 1,
+        exact_times: bool = False,
+        options: Mapping[str, Any] | None = None,
+        new_net: Callable[[int], nn.Module] | None = None,
+        remote: Remote | None = None,
+    ) -> None:
+        require(isinstance(population, Population), "population", "be a Population", type(population).__name__)
+        require(isinstance(module, nn.Module), "module", "be a ClientModule or another module", type(module).__name__)
+        clients, network = clients or ClientOptions(), network or NetworkOptions()
+        for key, value, kind in (
+            ("clients", clients, ClientOptions),
+            ("privacy", privacy or PrivacyOptions(), PrivacyOptions),
+            ("network", network, NetworkOptions),
+        ):
+            words = ", ".join(f"{name}={one!r}" for name, one in value.items()) if isinstance(value, Mapping) else "..."
+            require(isinstance(value, kind), key, f"be {kind.__name__}", value, f"Write {kind.__name__}({words}).")
+        for key, parts in (("strategies", strategies), ("callbacks", callbacks)):
+            listed = isinstance(parts, Sequence) and not isinstance(parts, str)
+            require(listed, key, f"be a list of {key}", parts, f"Write {key}=[...].")
+        for key, number, least in (("rounds", rounds, 1), ("evaluate_every", evaluate_every, 1), ("seed", seed, 0)):
+            require_whole(key, number, least)
+        if isinstance(engine, str):
+            require_one_of(ENGINES, "engine", engine)
+            engine = build_engine(engine)
+        require(engine is None or hasattr(engine, "train"), "engine", "be a name or an Engine", engine)
+        module = module if isinstance(module, ClientModule) else ClientModule(module)
+        deciding = [*strategies, *(one for one in callbacks if isinstance(one, Strategy))]
+        watching = [one for one in callbacks if not isinstance(one, Strategy)]
+        registered, watching = register(_with_base(deciding), watching)
+        ranks = Ranks(device)
+        population = population.checked()
+        if privacy is not None and privacy.unit == "person":
+            _check_persons(privacy, registered)
+        population = population if privacy is None else population.counting(privacy.unit, privacy.rows_per_person)
+        population, module = population.to(ranks.fabric.device), module.to(ranks.fabric.device)
+        self.population, self.module, self._ranks = population, module, ranks
+        sides = population, module, FastEngine() if engine is None else engine, privacy
+        require(remote is None or ranks.size == 1, "--nodes", "be used in one process", f"{ranks.size} ranks")
+        local = _clients(sides, ranks, remote)
+        settings = client_settings(population.num_records, clients, privacy, seed, population.names)
+        if module.task_advice and not (options or {}).get("data", {}).get("name"):  # that of a public data set is known
+            warn_user(module.task_advice)
+        _notice(module, clients)
+        at_nodes = "" if remote is None else " --plan PLAN --nodes SOCKET ..."
+        folder = Path(output_dir or new_folder())
+        by_code = f"run(resume=True) of a FederatedLoop with output_dir={str(folder)!r}"
+        caveats = [one for strategy in registered for one in strategy.caveats]
+        caveats += [ENDS_BY_RESULTS] if any(strategy.ends_by_results for strategy in registered) else []
+        config = RunConfig(
+            facts=facts_of(
+                population,
+                batch_size=tuple(client.batch_size for client in settings),
+                reported_epsilon=reported_epsilons(clients, settings, seed, population.names),
+                at_sites=remote is not None,
+            ),
+            settings=settings,
+            privacy=None if privacy is None else dataclasses.replace(privacy, noise_key=None),
+            strategies=registered,
+            callbacks=[Curves(), GuaranteePage(), *watching],
+            rounds=rounds,
+            optimizer=None if module.optimizer_from else build_optimizer(clients.optimizer),
+            rates=build_schedule(clients.schedule),
+            network=network,
+            seed=seed,
+            output_dir=folder,
+            evaluate_every=evaluate_every,
+            caveats=(*local.caveats, *caveats, *((EXACT_TIMES,) if exact_times else ())),
+            exact_times=exact_times or local.simulated or privacy is None,  # nobody is protected without privacy
+            options=options or {},
+            new_net=new_net,
+            resume_command=f"{invocation('fit', ranks.command)} --resume {folder}{at_nodes}" if options else by_code,
+        )
+        super().__init__(local, module, config)
+        module.check_optimizer(rounds, [client.steps for client in settings])
+
+    def run(self, resume: bool = False) -> RunResult:
+        try:
+            result = super().run(resume)
+        finally:
+            self.module.load(self.model.flat)
+        if self._ranks.size == 1:
+            return result
+        trained, single = self._ranks.broadcast((self.model.flat, result.model is not None))  # of rank 0
+        self.module.load(trained)
+        return dataclasses.replace(result, model=copy.deepcopy(self.module.net).eval() if single else None)
+
+    def client_model(self, client: int) -> nn.Module:
+        """Return a copy of `net` in evaluation mode with a client's final model, and its personal parameters if any.
+
+        **Privacy** Post-processing: personal parameters are noised, too.
+        """
+        final_models = self.final_models(self.state)
+        model = final_models.models[final_models.model_of[client]]
+        module = copy.deepcopy(self.model)  # through which no record has passed
+        module.load(self.clients.engine.personalised(model, client))
+        return module.net.eval()
+
+
+def _clients(sides: tuple[Any, Any, Any, Any], ranks: Ranks, remote: Remote | None) -> LocalClients:
+    if remote is not None:
+        return remote(*sides)
+    return LocalClients(*sides) if ranks.size == 1 else RankedClients(*sides, ranks)
+
+
+def _check_persons(privacy: PrivacyOptions, strategies: Sequence[Strategy]) -> None:
+    """Raise UserError if a part of the run does not count persons."""
+    poisson, key = privacy.sampling == "poisson", "privacy.unit"
+    require(poisson, key, "be record with privacy.sampling shuffle", "person", "Draw by poisson.")
+    for strategy in strategies:
+        advice = "It releases what counts records, or their classes."
+        require(strategy.counts_persons, key, f"be record with {strategy.config_name}", "person", advice)
+
+
+def _notice(module: ClientModule, clients: ClientOptions) -> None:
+    """Say what a run does not use of a LightningModule, or of the clients' options because of it."""
+    name, lines = type(module.net).__name__, []
+    if module.unused:
+        lines.append(f"not used of {name}: {', '.join(module.unused)}")
+    if module.adapted is not None and module.adapted.whole:
+        if not module.adapted.unreduced:
+            slow = "which is slower than losses of torch for a batch of outputs"
+            lines.append(f"training_step of {name} runs for each record alone, {slow}")
+        if not module.adapted.calls_forward:
+            lines.append(f"training_step of {name} does not call forward, whose outputs give accuracy and metrics")
+    if module.optimizer_from:
+        usual, keys = ClientOptions(), ("learning_rate", "optimizer", "schedule")
+        ignored = [f"clients.{key}" for key in keys if getattr(clients, key) != getattr(usual, key)]
+        if ignored:
+            lines.append(f"{module.optimizer_from} replaces {', '.join(ignored)}")
+    for line in lines:
+        warn_user(line)
+
+
+def _with_base(strategies: Sequence[Strategy]) -> Sequence[Strategy]:
+    """Return the strategies, preceded by an aggregation rule if they contain none."""
+    if any(strategy.role == "base" for strategy in strategies if isinstance(strategy, Strategy)):
+        return strategies
+    wanted = [kind for one in strategies if (kind := getattr(one, "default_base", None))]
+    base = [*wanted, SizeWeighted][0]()
+    for one in strategies:
+        kinds = [kind for kind in type(one).__mro__ if issubclass(kind, Strategy) and kind is not Strategy]
+        said = any("role" in vars(kind) or kind.__module__.startswith("dpfl_lightning.") for kind in kinds)
+        if isinstance(one, Strategy) and overrides(one, "weigh") and not said:
+            words = f"the weights of {one.config_name} multiply those of {base.config_name}, because it has no role"
+            warn_user(f'{words}: write role = "base" to replace them, or role = "correction"')
+    return [base, *strategies]
+
+
+def build_loop(
+    options: Options,
+    more: Sequence[Strategy | Callback] = (),
+    population: Population | None = None,
+    remote: Remote | None = None,
+) -> FederatedLoop:
+    """Return the loop of a configuration, with `more` strategies and callbacks, and possibly another population.
+
+    `remote` makes clients whose records are at sites; see `sites.server.deploy.loop_over`.
+    """
+    population = build_population(options) if population is None else population
+    facts = facts_of(population)  # without the records, which may move to another device
+    return FederatedLoop(
+        population,
+        build_module(options, facts),
+        rounds=options.rounds,
+        clients=options.clients,
+        privacy=options.privacy,
+        network=options.network,
+        strategies=strategies.build(options.strategies),
+        callbacks=more,
+        engine=build_engine(options.engine.name, options.engine.workers),
+        seed=options.seed,
+        output_dir=options.output_dir,
+        device=options.engine.device,
+        evaluate_every=options.evaluation.every,
+        exact_times=options.evaluation.exact_times,
+        options=dataclasses.asdict(options),
+        new_net=lambda seed: build_net(dataclasses.replace(options, seed=seed), facts),
+        remote=remote,
+    )
+
+
+def so_far(options: Options) -> tuple[bool, RunResult | None]:
+    """Return whether the run in `output_dir` has begun, and its result if it has finished, else None.
+
+    Raises UserError if the run began with other options.
+    """
+    folder = Path(str(options.output_dir))
+    if (header := ClientFolder(folder).header()) is None:
+        return RunFolder(folder).options.exists(), None
+    now = deciding_options(dataclasses.asdict(options))
+    result = read_result(folder)
+    if result is None:
+        del now["rounds"]  # fewer rounds are possible; the run itself refuses more
+    check_same(folder, {key: header.identity.get(key) for key in now}, now)
+    return True, result
