@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.data import persons as people
-from dpfl_lightning.data.datasets import Dataset
 from dpfl_lightning.data.frames import (
     Columns,
     by_client,
@@ -35,6 +34,9 @@ from dpfl_lightning.data.partition import IID, Parts, as_classes, matching_test_
 from dpfl_lightning.data.partition import partition as divide
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Block, Inputs, joined, record_shape, take
+
+if TYPE_CHECKING:
+    from dpfl_lightning.data.datasets import Dataset
 
 _LARGE = 1000  # typical size of inputs at which training fails
 _SHARED = (

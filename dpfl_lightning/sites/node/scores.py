@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpfl_lightning.federated.messages.evaluation import Score
-from dpfl_lightning.federated.server.scores import with_baseline
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
-from dpfl_lightning.reporting.site_page import site_page
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.sites import wire
@@ -29,6 +27,8 @@ class KeptScores:
 
     def words(self) -> str:
         """Return the scores, beside those of the best constant prediction, and why others are undefined."""
+        from dpfl_lightning.federated.server.scores import with_baseline
+
         result = {**{f"test_{name}": one for name, one in vars(self.score).items()}, "baseline": self.baseline}
         why = "".join(f"; {name}: the records {words}" for name, words in self.score.undefined.items())
         where = f"{counted(self.records, 'held-out record')}, of the model that the server sent as that of round"
@@ -43,6 +43,8 @@ def write_scores(folder: Path, site: str, scores: KeptScores, promise: Guarantee
 
     The page also says what the site has released so far.
     """
+    from dpfl_lightning.reporting.site_page import site_page  # only now: reading and answering requests needs no pages
+
     write_text(folder / FILE, wire.to_text(scores), private=True)
     page = site_page(site, folder.name, scores.round, scores.records, scores.score, scores.baseline, promise)
     write_text(folder / PAGE, page, private=True)
