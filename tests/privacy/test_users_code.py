@@ -382,9 +382,7 @@ def test_what_begins_to_keep_something_with_the_weights_of_a_server_is_refused(k
         all_of_them, others = attacked_sums(kind())
         assert (all_of_them - others).norm() <= 1.001
         return
-    with pytest.raises(
-        UserError, match=r"must (keep nothing of a pass|run under vmap with all weights)"
-    ):
+    with pytest.raises(UserError, match=r"must (keep nothing of a pass|run under vmap with all weights)"):
         list(attacked_sums(kind()))
 
 
