@@ -118,7 +118,9 @@ def _diabetes() -> Dataset:
     bunch = load_diabetes()
     x = torch.from_numpy((bunch.data * len(bunch.data) ** 0.5).astype(np.float32))
     y = torch.from_numpy(((bunch.target - 152) / 77).astype(np.float32))
-    return Dataset("diabetes", *_public_split(x, y), num_classes=1)
+    return Dataset(
+        "diabetes", *_public_split(x, y), num_classes=1, origin={"name": "diabetes", "licence": "BSD 3-Clause"}
+    )
 
 
 def _public_split(x: Any, y: Any) -> tuple[Any, Any, Any, Any]:

@@ -44,8 +44,10 @@ class ImageFolder(TorchDataset):
         path, label = self.files[row]
         try:
             return read(path, self.channels, self.size), label
-        except OSError as error:
-            raise UserError(f"`{path}` must be a complete image, got: {error}.") from None
+        except UserError:
+            raise
+        except Exception as error:  # decoders raise anything for a broken file
+            raise UserError(f"`{path}` must be a complete image, got: {type(error).__name__}: {error}.") from None
 
 
 def image_folders(
@@ -89,7 +91,10 @@ def _images(folder: Path) -> list[Path]:
 
 
 def _require_no_images(folder: Path, must: str) -> None:
-    found = [one.name for one in folder.glob("*") if one.is_file() and one.suffix.lower() in _SUFFIXES]
+    from PIL import Image
+
+    known = Image.registered_extensions()  # also of formats that are not read: nothing is left out without a word
+    found = [one.name for one in folder.glob("*") if one.is_file() and one.suffix.lower() in known]
     require(
         not found, str(folder), f"hold no images: each must {must}", f"{len(found)}, such as {min(found, default='')}"
     )

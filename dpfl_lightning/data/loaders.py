@@ -38,7 +38,7 @@ def records_of(loader: DataLoader, where: str) -> Any:
     usual = type(loader.batch_sampler) is BatchSampler
     kind = type(loader.batch_sampler).__name__
     require(usual, f"{where}: batch_sampler", "be left out, with a batch_size", kind, _POISSON)
-    sampler = loader.sampler
+    sampler = loader.batch_sampler.sampler  # type: ignore[union-attr]  # `loader.sampler` is not that of a batch sampler
     usual = type(sampler) in (SequentialSampler, RandomSampler) and not getattr(sampler, "replacement", False)
     all_of_them = isinstance(sampler, Sized) and len(sampler) == len(dataset)
     must = "be left out, or draw each sample once"

@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader, Subset
 from dpfl_lightning.data.loaders import records_of, warn_of_batch_sizes
 from dpfl_lightning.errors import require
 
+_OF_BATCHES = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
+
 
 def is_datamodule(value: object) -> bool:
     return hasattr(value, "train_dataloader") and hasattr(value, "prepare_data")
@@ -16,6 +18,11 @@ def is_datamodule(value: object) -> bool:
 
 def datasets_of(datamodule: Any, client: Any, person: Any = None) -> tuple[Any, Any, Any]:
     """Return the training sets or loaders (a list, or a mapping by name), that of the test or None, and persons."""
+    for hook in _OF_BATCHES:
+        advice = "Change records in the data set, or in the model."
+        require(
+            not _defines(datamodule, hook), hook, "be left out: there are no batches of a loader", "a method", advice
+        )
     datamodule.prepare_data()
     datamodule.setup("fit")
     loaders = datamodule.train_dataloader()

@@ -24,13 +24,14 @@ def pixels_of(image: Any, where: str, channels: int | None = None, size: Sequenc
     """
     frames = 1 if getattr(image, "format", None) == "MPO" else getattr(image, "n_frames", 1)
     require(frames == 1, where, "hold one image", f"{frames} frames", "Save each frame as an image of its own.")
-    sixteen = image.mode.startswith("I;16") or (image.mode == "I" and getattr(image, "format", None) == "PNG")
+    sixteen = image.mode.startswith("I;16") or (image.mode == "I" and getattr(image, "format", None) in ("PNG", "PPM"))
     advice = "Save it with 8 or 16 bits for each number, or let a Dataset return tensors."
     require(sixteen or image.mode in _EIGHT_BITS, where, "have 8 or 16 bits a number", f"mode {image.mode}", advice)
     if "A" in image.getbands() or "transparency" in getattr(image, "info", {}):
         advice = "Paste it on a background: what lies behind it is not known."
         fits = image.convert("RGBA").getextrema()[3][0] == 255
         require(fits, where, "be opaque", "transparent pixels", advice)
+    image = _upright(image)
     colours = len(image.getbands()) > 1 or image.mode == "P"
     if sixteen:
         scaled = np.asarray(image).astype(np.float32) / _LARGEST
@@ -51,6 +52,13 @@ def read(path: Path, channels: int, size: Sequence[int] | None) -> Tensor:
 
     with Image.open(path) as stored:
         return pixels_of(stored, str(path), channels, size)
+
+
+def _upright(image: Any) -> Any:
+    """Return the image as a camera says that it is to be seen."""
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image)
 
 
 def _from_array(values: np.ndarray) -> Any:

@@ -8,6 +8,7 @@ import torch
 from conftest import private
 from torch import nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     RandomSampler,
     SubsetRandomSampler,
@@ -211,6 +212,10 @@ def test_a_collate_function_makes_the_records(lazy):
         ({"sampler": SubsetRandomSampler(range(3))}, "sampler` must be left out.*'SubsetRandomSampler'.*Subset"),
         ({"sampler": RandomSampler(NUMBERS, num_samples=3)}, "sampler` must be left out, or draw each sample once"),
         ({"sampler": WeightedRandomSampler([1.0] * 6, 6)}, "sampler` must be left out.*weigh records in the loss"),
+        (
+            {"batch_sampler": BatchSampler(SubsetRandomSampler(range(3)), 2, False)},
+            "sampler` must be left out.*'SubsetRandomSampler'.*Subset",
+        ),
         ({"batch_sampler": [[0], [1]]}, "batch_sampler` must be left out, with a batch_size, got 'list'"),
     ],
 )

@@ -12,6 +12,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler, default_collate
 
 from dpfl_lightning.data import Population
+from dpfl_lightning.data.modules import datasets_of
 from dpfl_lightning.errors import UserError, UserNotice
 
 # ---- tables
@@ -197,6 +198,15 @@ def test_the_records_of_one_loader_are_divided_by_client():
         ):
             with pytest.raises(UserError, match=f"`client` must .*{message}"):
                 Population.from_datamodule(one, client=client)
+
+
+def test_hooks_of_batches_are_refused_because_no_batch_of_a_loader_is_used():
+    class Scaling(Data):
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch[0] / 9, batch[1]
+
+    with pytest.raises(UserError, match="`on_after_batch_transfer` must be left out: there are no batches of a loader"):
+        datasets_of(Scaling.__new__(Scaling), None)
 
 
 def test_loaders_of_a_datamodule_are_used_as_other_loaders():

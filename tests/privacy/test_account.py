@@ -382,13 +382,34 @@ def test_a_refused_run_keeps_what_it_says_of_names(account):
     assert run == "a" * 32
 
 
+def test_a_resumed_run_keeps_its_data_holders(account, tmp_path):
+    """Else a refused resume with other records would give what was released to their holder."""
+    runs = Runs(account, tmp_path)
+    runs.run(hospitals("bergen"), epsilon=0.5)
+    before = account.path.read_bytes()
+    for others in (hospitals("lund"), dataclasses.replace(hospitals("bergen"), names=("lund",))):
+        with pytest.raises(UserError, match=r"must stay .* with which the run in .* began"):
+            runs.run(others, resume=True, epsilon=0.5)
+    assert account.path.read_bytes() == before
+    run = read_header(tmp_path / "run0" / "ledger.jsonl").run
+    for names in (("lund",), ()):
+        with pytest.raises(UserError, match=r"`privacy.account` must name bergen for client 0"):
+            account.enter(entry(run, names))
+    assert account.path.read_bytes() == before
+    (only,) = account.holders()
+    assert only.names == ("bergen",) and only.together.epsilon > 0.4
+
+
 def test_an_unknown_name_is_refused_where_there_is_a_limit(account, capsys):
     """Its records may have another scale, so that no digest is equal; who it is can be said."""
     account.enter(entry("a" * 32, ("oslo",)))
     account.limit("bergen", 8.0, DELTA)
     again = entry("b" * 32, ("oslo", "Bergen", NAMELESS), sketches=(sketch(0), sketch(50), sketch(100)))
     for request in (account.outlook, account.enter, account.enter):
-        with pytest.raises(UserError, match=r"a limit on bergen, got 'Bergen, clients without names'.*join Bergen be"):
+        with pytest.raises(
+            UserError,
+            match=r"a limit on bergen, got 'Bergen, clients without names'.*join Bergen bergen --file .*account.jsonl`",
+        ):
             request(again)
     with pytest.warns(UserNotice, match="aarhus has records of oslo"):
         account.enter(entry("c" * 32, ("aarhus",), sketches=(sketch(0),)))

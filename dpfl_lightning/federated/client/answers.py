@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from dpfl_lightning.errors import require
+from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import (
     ChargedQuery,
@@ -35,7 +35,7 @@ from dpfl_lightning.privacy.clipping.reference import (
     summing_dtype,
 )
 from dpfl_lightning.privacy.clipping.trial_records import moved_parameters
-from dpfl_lightning.privacy.clipping.watched import Watch, of_a_record
+from dpfl_lightning.privacy.clipping.watched import Watch
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator
 
@@ -168,10 +168,13 @@ def _bounded_sum(
     def bounded_rows(x: Inputs, y: Tensor) -> Tensor:  # of a whole pass: a GPU adds by the number of rows
         try:
             rows = in_pass(x, y)
-        except Exception as error:  # a user's code may raise anything under `vmap` with the models of a server
-            if _runs(in_pass, *passes.padding):  # a record is the cause: others must not feel it
-                raise of_a_record(error) from error
-            return torch.cat([bounded_row(take(x, [number]), y[[number]]) for number in range(len(y))])
+        except UserError:
+            raise
+        except Exception as error:  # a user's code may raise anything under `vmap`, with the models of a server
+            must = "run under vmap with all models that a server may send"
+            raise UserError(
+                f"`model` must {must}, got {type(error).__name__}: {error}. Nothing is released."
+            ) from error
         in_vmap.check()
         return bounded(rows)
 
@@ -191,15 +194,6 @@ def _bounded_sum(
             total = part if total is None else total + part
     assert total is not None  # for mypy
     return (torch.zeros_like(total) if nobody else total).cpu().double()
-
-
-def _runs(rows_of: Callable[[Inputs, Tensor], Tensor], x: Inputs, y: Tensor) -> bool:
-    """Return whether public records go through with these models, so that no record decides how others go."""
-    try:
-        rows_of(x, y)
-    except Exception:  # a user's code may raise anything under `vmap`
-        return False
-    return True
 
 
 def _evidence(

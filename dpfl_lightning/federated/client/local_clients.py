@@ -35,7 +35,7 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import noised_steps
 from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS, SIMULATED, Guarantee
 from dpfl_lightning.privacy.ledger.file import Head, Header
-from dpfl_lightning.privacy.ledger.ledger import Ledger
+from dpfl_lightning.privacy.ledger.ledger import Ledger, check_resumed
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.runtime.text import counted
 
@@ -143,6 +143,8 @@ class LocalClients(DataHolders):
             identity=sealed,
         )
         checkpoint = None if saved is None else Head(**saved["ledger"])
+        if earlier is not None:  # before the account hears of it: what is refused must not change who has paid
+            check_resumed(self.folder.ledger_file, earlier, header)
         if (account := self._account()) is not None:
             inside = self.folder.path.resolve() in account.path.resolve().parents
             require(not inside, "privacy.account", "be outside of the run's folder", str(account.path))

@@ -35,7 +35,7 @@ from dpfl_lightning.privacy.clipping.reference import (
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
 from dpfl_lightning.privacy.clipping.state import contents, large_tensors, tensors_restored
-from dpfl_lightning.privacy.clipping.structure import code_of_users, unwraps
+from dpfl_lightning.privacy.clipping.structure import beside_records, code_of_users, leaves_vmap
 from dpfl_lightning.privacy.clipping.trial_records import (
     FEW_KINDS,
     KINDS,
@@ -47,7 +47,6 @@ from dpfl_lightning.privacy.clipping.trial_records import (
     passes_of,
 )
 from dpfl_lightning.privacy.clipping.vector_loops import reads_numbers
-from dpfl_lightning.privacy.clipping.watched import of_a_record
 from dpfl_lightning.runtime.threads import one_thread_an_operator
 
 _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
@@ -97,33 +96,24 @@ class CheckedSum:
             used = self.choose(request.expected)
             if isinstance(used, FastClippedSum) and y.is_cuda and not (self.passes.draws or used.reads):
                 return self._graphed(used)(params, x, y, request)
-            if not isinstance(used, VmapClippedSum):
-                return used(params, x, y, request)
             try:
                 return used(params, x, y, request)
             except UserError:
                 raise
-            except Exception as error:  # a user's code may raise anything under `vmap` with the weights of a server
-                if self._runs_under_vmap(used, params, request):  # a record is the cause: others must not feel it
-                    raise of_a_record(error) from error
-            return self._loop(params, x, y, request)
+            except Exception as error:  # a user's code may raise anything, with the weights of a server or for a record
+                if isinstance(used, FastClippedSum):
+                    raise
+                way = "under vmap" if isinstance(used, VmapClippedSum) else "for each record alone"
+                raise UserError(
+                    f"`model` must run {way} with all weights that a server may send, got {type(error).__name__}: "
+                    f"{_first_line(error)}. Nothing is released. Look for code that decides by weights."
+                ) from error
 
     def _graphed(self, used: FastClippedSum) -> ClippedSum:
         graphs = kernel("graphs")
         if graphs is None:
             return used
         return self._graphs.setdefault(used.size, graphs.GraphedSum(used, self.passes.examples))
-
-    def _runs_under_vmap(self, used: VmapClippedSum, params: Params, request: ClipRequest) -> bool:
-        """Return whether a public record goes through with these weights, so that no record decides how others go."""
-        try:
-            with generators_kept(self.net):
-                used(params, *self.passes.padding, ClipRequest(request.clip_norm, request.order, only=request.only))
-        except UserError:
-            raise
-        except Exception:
-            return False
-        return True
 
     def _evidence(self, params: Params, x: Records, y: Tensor, count: int) -> list[Tensor]:
         assert self.kind is not None
@@ -161,6 +151,7 @@ def clipped_sum_for(
     users_code, sample_loss = code_of_users(net, sample_loss), sample_loss or cross_entropy_of(net)
     with _drawing_nothing(net):
         passes, trials = passes_of(net, sample_loss, example_x, example_y)
+        users_code = users_code or beside_records(net, sample_loss, moved_parameters(net), passes.examples)
         kind, reason = _kind_of(net, sample_loss, trials, passes, users_code)
         clipped_sum = CheckedSum(net, sample_loss, passes, kind)
         if reason.startswith("fast") and isinstance(clipped_sum.choose(), LoopClippedSum):
@@ -217,7 +208,7 @@ def _refused_draws(clipped_sum: CheckedSum) -> str:
 def _vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> CheckedSum:
     params, kind = moved_parameters(net), None
     with suppress(Exception):  # a user's forward pass may raise anything under `vmap`
-        if not unwraps(net, sample_loss) and sum(p.numel() for p in params.values()) <= _MOST_BY_VMAP:
+        if not leaves_vmap(net, sample_loss) and sum(p.numel() for p in params.values()) <= _MOST_BY_VMAP:
             x, y = take(passes.examples, [0, *FEW_KINDS])
             VmapClippedSum(sample_loss, len(y))(params, x, y, ClipRequest(1.0))
             kind = functools.partial(_by_vmap, passes.padding)
@@ -268,7 +259,7 @@ def _kind_of(
             vmap = VmapClippedSum(reference.loss, KINDS // 2)
             by_vmap = (
                 by_vmap
-                and not unwraps(net, sample_loss)
+                and not leaves_vmap(net, sample_loss)
                 and reference.wrong_parameter(_rows(vmap, *reference.example)) is None
             )
         except Exception:  # a user's forward pass may raise anything under `vmap`
@@ -435,30 +426,37 @@ def _still(net: nn.Module, passes: FixedPasses) -> Iterator[None]:
 def _require_own_places(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> None:
     """Raise UserError if the model reads parameters elsewhere than in its modules, such as in a list or a closure.
 
-    There they would stay what they are at the start. They are filled with NaN meanwhile, which a gradient would show.
+    There they would stay what they are at the start. They get other signs meanwhile, which a gradient would show.
     """
     params, clipped_sum = moved_parameters(net), LoopClippedSum(net, sample_loss)
     own = [p for p in net.parameters() if p.requires_grad]
 
-    def is_finite() -> bool:
+    def gradients() -> list[Tensor]:
         x, y = take(passes.examples, [1])
         with _drawing_nothing(net), _still(net, passes), one_thread_an_operator():
-            (grads,) = clipped_sum.each(params, x, y, ClipRequest(math.inf))
-        return all(bool(one.isfinite().all()) for one in grads)
+            return next(clipped_sum.each(params, x, y, ClipRequest(math.inf)))
 
-    before = [p.detach().clone() for p in own]
+    usual, before = gradients(), [p.detach().clone() for p in own]
     try:
         with torch.no_grad():
-            torch._foreach_mul_([p.data for p in own], math.nan)
-        finite = is_finite()
+            for p in own:
+                p.data.neg_().sub_(1.0)
+        changed = gradients()
     finally:
         for p, values in zip(own, before, strict=True):
             p.data.copy_(values)
-    if not finite and is_finite():
+    if not all(torch.equal(one, other) or _same_numbers(one, other) for one, other in zip(usual, changed, strict=True)):
         raise UserError(
             "`model` must read its parameters where its modules hold them, got a gradient that depends on others. Look "
             "for parameters in lists, dictionaries, closures or default arguments: use nn.ParameterList, or methods."
         )
+
+
+def _same_numbers(one: Tensor, other: Tensor) -> bool:
+    """Return whether gradients are equal where they are numbers; kernels of a GPU may add in any order."""
+    if one.device.type == "cpu":
+        return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return torch.allclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
 def _require_repeatable(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> None:

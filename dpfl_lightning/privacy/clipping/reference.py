@@ -22,7 +22,7 @@ from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.passes import Batch, checksum, checksums, passes
 from dpfl_lightning.privacy.clipping.state import is_large, tensors_restored
 from dpfl_lightning.privacy.clipping.stateless import Held, call, further_names
-from dpfl_lightning.privacy.clipping.watched import OwnDraws, Watch, WatchedCalls
+from dpfl_lightning.privacy.clipping.watched import OwnDraws, Watch, WatchedCalls, gradients_of
 
 Params = Mapping[str, Tensor]
 SampleLoss = Callable[[Params, Inputs, Tensor], Tensor]
@@ -165,14 +165,17 @@ def record_gradients(
     watch = watch or WatchedCalls(under_vmap=True)
 
     def one_loss(params: Params, x: Inputs, y: Tensor) -> Tensor:
-        one_x, one_y = take(x, None), y[None]
-        watch.note(one_x, one_y)
-        with watch:
-            losses = sample_loss(params, one_x, one_y)
+        losses = sample_loss(params, x, y)
         _require_one_loss(losses)
         return losses[0]
 
-    return vmap(grad(one_loss), in_dims=(None, 0, 0), randomness="different")
+    def one_gradient(params: Params, x: Inputs, y: Tensor) -> dict[str, Tensor]:
+        one_x, one_y = take(x, None), y[None]
+        watch.note(one_x, one_y)
+        with watch:  # until the backward pass is over, too
+            return grad(one_loss)(params, one_x, one_y)  # type: ignore[no-any-return]
+
+    return vmap(one_gradient, in_dims=(None, 0, 0), randomness="different")
 
 
 class VmapClippedSum:
@@ -296,10 +299,10 @@ class LoopClippedSum:
         def gradients() -> Sequence[Tensor]:
             with watch.calls:
                 losses = self._sample_loss(leaves, x, y)
-            _require_one_loss(losses)
-            if not losses.requires_grad:  # the model decides by content that nothing depends on the parameters
-                return [torch.zeros_like(p) for p in wanted.values()]
-            return torch.autograd.grad(losses[0], [*wanted.values()], allow_unused=True, materialize_grads=True)
+                _require_one_loss(losses)
+                if not losses.requires_grad:  # the model decides by content that nothing depends on the parameters
+                    return [torch.zeros_like(p) for p in wanted.values()]
+                return gradients_of(losses[0], [*wanted.values()])
 
         return [one.to_dense().reshape(-1) for one in self._held.run(leaves, gradients)]
 

@@ -12,7 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from io import IOBase
-from types import BuiltinMethodType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
+from types import (
+    BuiltinMethodType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -21,7 +30,7 @@ from torch import Tensor, nn
 
 from dpfl_lightning.errors import require
 
-_MOST_ENTRIES = 1000  # of a collection of a user's file that is compared: longer ones are tables
+_MOST_ENTRIES = 1 << 14  # of a collection of a user's file that is compared: longer ones are tables
 _COPIED = 1 << 16  # numbers of a tensor that is copied, so that it can be restored
 
 
@@ -157,7 +166,9 @@ class Kept:
             found |= {f"{prefix}{key}": _content(one, seen) for key, one in part._buffers.items() if one is not None}
             if type(part).__module__.startswith("torch.nn.modules."):
                 found[f"{prefix}attributes"] = [
-                    one for one in vars(part).items() if not one[0].startswith("_flat_weight")
+                    (key, _content(one, seen) if isinstance(one, _COLLECTIONS) and key not in _OF_TORCH else one)
+                    for key, one in vars(part).items()
+                    if not key.startswith("_flat_weight") and not key.endswith("_hooks")
                 ]
                 hooks = {key: one for key, one in vars(part).items() if key.endswith("_hooks") and one}
                 found |= {f"{prefix}{key}": _content(one, seen) for key, one in hooks.items()}
@@ -169,6 +180,7 @@ class Kept:
 
 
 _OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
+_COLLECTIONS = (list, dict, set, deque, bytearray, np.ndarray, SimpleNamespace)
 
 
 def _large(part: nn.Module) -> list[Tensor]:
@@ -226,14 +238,18 @@ def _referred(function: FunctionType, seen: dict[int, Any]) -> dict[str, object]
     if function.__module__.partition(".")[0] in _LIBRARIES:
         return {}
     found: dict[str, object] = {}
-    for name in function.__code__.co_names:
+    for name in _names(function.__code__):
         value = function.__globals__.get(name)
         if isinstance(value, Tensor):
-            found[name] = value._version
+            found[name] = value._version if is_large(value) else _bytes_of(value)
         elif isinstance(value, bool | int | float | str):
             found[name] = value
-        elif isinstance(value, list | dict | set | deque | np.ndarray) and _entries(value) <= _MOST_ENTRIES:
+        elif (isinstance(value, _COLLECTIONS) and _entries(value) <= _MOST_ENTRIES) or isinstance(
+            value, (Iterator, *_STATES)
+        ):
             found[name] = _content(value, seen)
+        elif hasattr(value, "cache_info"):
+            found[name] = value.cache_info().currsize, value.cache_info().misses
         elif isinstance(value, FunctionType | type) and value.__module__ == function.__module__:
             inside = (
                 _content(value, seen) if isinstance(value, FunctionType) else _content(_of_class(value, seen), seen)
@@ -244,7 +260,17 @@ def _referred(function: FunctionType, seen: dict[int, Any]) -> dict[str, object]
     return found
 
 
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names of variables that code refers to, and functions within it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
+
+
 def _entries(value: Any) -> int:
+    if isinstance(value, SimpleNamespace):
+        return len(vars(value))
     return value.size if isinstance(value, np.ndarray) else len(value)
 
 

@@ -6,8 +6,10 @@ gets one record at a time, under `vmap` or in a loop.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,7 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dpfl_lightning.privacy.clipping.reference import SampleLoss
+from dpfl_lightning.privacy.clipping.inputs import rows_each, take
+from dpfl_lightning.privacy.clipping.passes import Batch
+from dpfl_lightning.privacy.clipping.reference import Params, SampleLoss
+from dpfl_lightning.privacy.clipping.watched import TORCHS
 
 _MODULES = """
     Identity Sequential ModuleList ModuleDict ParameterList ParameterDict Flatten Unflatten
@@ -33,7 +38,9 @@ _MODULES = """
     Upsample UpsamplingNearest2d UpsamplingBilinear2d PixelShuffle PixelUnshuffle ChannelShuffle Fold Unfold
 """
 #: layers of torch, in the versions that the constraints allow; BatchNorm only with frozen statistics (`check_net`)
-LAYERS: frozenset[type[nn.Module]] = frozenset(getattr(nn, name) for name in _MODULES.split())
+LAYERS: frozenset[type[nn.Module]] = frozenset(
+    {*(getattr(nn, name) for name in _MODULES.split()), nn.modules.linear.NonDynamicallyQuantizableLinear}
+)
 #: losses of torch that give one number for each record with reduction="none"
 LOSSES: frozenset[type[nn.Module]] = frozenset(
     {nn.BCELoss, nn.BCEWithLogitsLoss, nn.CrossEntropyLoss, nn.GaussianNLLLoss, nn.HuberLoss, nn.KLDivLoss, nn.L1Loss}
@@ -73,6 +80,83 @@ def code_of_users(net: nn.Module, sample_loss: SampleLoss | None) -> str:
     return "the loss has code of its own"
 
 
+def beside_records(net: nn.Module, sample_loss: SampleLoss, params: Params, examples: Batch) -> str:
+    """Return a known layer that acts on other dimensions than those of a record, in words; "" if there is none.
+
+    Shapes decide it: a layer keeps records apart if its inputs and outputs have them in the first dimension, and all
+    dimensions that its kind needs. Shapes of known layers follow from shapes of records, not from numbers or weights.
+    Layers within classes of `READ` are left out: their forward pass was read.
+    """
+    wrong: list[str] = []
+    handles = []
+
+    def hook(name: str, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        tensors = [one for one in (*args, *(output if isinstance(output, tuple) else (output,))) if _is_tensor(one)]
+        apart = bool(args) and _is_tensor(args[0]) and _keeps_apart(layer, args[0].dim())
+        if not apart or any(one.dim() < 1 or len(one) != counts[-1] for one in tensors[: len(args) + 1]):
+            wrong.append(f"`{name or 'net'}` ({type(layer).__name__}) acts on other dimensions than those of a record")
+
+    counts = [0]
+    for name, layer in _outside_read(net):
+        handles.append(layer.register_forward_hook(functools.partial(hook, name)))
+    try:
+        for count in _COUNTS:
+            x, y = take(examples, [*range(count)])
+            counts.append(count * rows_each(x))
+            sample_loss(params, x, y)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return next(iter(wrong), "")
+
+
+_COUNTS = (3, 5)  # records of a batch, of which not both can be another dimension by chance
+_DIMENSIONS = re.compile(r"([123])d$")
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _outside_read(net: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers that compute, but not those within classes whose forward pass was read."""
+    if type(net) not in LAYERS:
+        return
+    if type(net) in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
+        for child, part in net.named_children():
+            yield from _outside_read(part, f"{name}.{child}".lstrip("."))
+    elif type(net) not in (nn.ParameterList, nn.ParameterDict):
+        yield name, net
+
+
+def _keeps_apart(layer: nn.Module, dims: int) -> bool:
+    """Return whether a layer keeps records apart that are the first of so many dimensions of its input."""
+    kind = type(layer)
+    if kind in (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU, nn.Unflatten):
+        dim = layer.dim
+        return isinstance(dim, int) and dim % dims != 0
+    if kind is nn.Flatten:
+        return layer.start_dim % dims != 0
+    if kind in (nn.RNN, nn.GRU, nn.LSTM, nn.MultiheadAttention):
+        return dims == 3 and layer.batch_first
+    if kind in (nn.TransformerEncoder, nn.TransformerEncoderLayer):
+        parts = [one for one in layer.modules() if isinstance(one, nn.MultiheadAttention)]
+        return dims == 3 and all(one.batch_first for one in parts)
+    if kind in (nn.LayerNorm, nn.RMSNorm):
+        return dims > len(layer.normalized_shape)
+    if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        return not layer.training and layer.running_mean is not None
+    if kind in (nn.Softmax2d, nn.PixelShuffle, nn.PixelUnshuffle, nn.Unfold):
+        return dims == 4
+    if kind in (nn.ChannelShuffle, nn.Fold, nn.LocalResponseNorm, nn.Upsample, nn.UpsamplingNearest2d):
+        return dims >= 3
+    if kind is nn.UpsamplingBilinear2d:
+        return dims == 4
+    if (found := _DIMENSIONS.search(kind.__name__)) is not None:  # convolutions, pooling, padding, norms, dropout
+        return dims == int(found[1]) + 2
+    return dims >= 2 or kind in (nn.Embedding, nn.Identity)
+
+
 def is_known_loss(loss: object) -> bool:
     """Return whether a loss is none, or one of torch's with reduction="none"."""
     plain = isinstance(loss, nn.Module) and type(loss) in LOSSES and _is_plain(loss)
@@ -107,10 +191,14 @@ def _global_hooks() -> Iterator[object]:
     yield from (of_torch[name] for name in of_torch if name.startswith("_global_") and name.endswith("_hooks"))
 
 
-def unwraps(net: nn.Module, sample_loss: SampleLoss | None) -> str:
-    """Return the name of a function of a user that refers to torch's internals of `vmap`, by which it would see all
-    records of a pass; "" if there is none. Code that hides it is not found.
+def leaves_vmap(net: nn.Module, sample_loss: SampleLoss | None) -> str:
+    """Return what of a user would see all records of a pass under `vmap`; "" if there is nothing.
+
+    That is a function that refers to torch's internals of `vmap`, unless it hides this, or an operator of a library
+    with a rule for `vmap`, which could be called by compiled code.
     """
+    if operator := next(_operators_with_rules(), ""):
+        return operator
     owner = getattr(sample_loss, "__self__", None)
     given = [getattr(owner, name, None) for name in ("given_loss", "given_output")] if owner else [sample_loss]
     parts = [*net.modules(), *(part for one in given if isinstance(one, nn.Module) for part in one.modules())]
@@ -133,7 +221,15 @@ def unwraps(net: nn.Module, sample_loss: SampleLoss | None) -> str:
     return ""
 
 
-_INTERNAL = frozenset({"_functorch", "get_unwrapped"})
+def _operators_with_rules() -> Iterator[str]:
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.partition("::")[0] not in TORCHS and torch._C._dispatch_has_kernel_for_dispatch_key(
+            name, "FuncTorchBatched"
+        ):
+            yield name
+
+
+_INTERNAL = frozenset({"_functorch", "get_unwrapped", "DisableTorchFunction", "saved_tensors_hooks"})
 _LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "numpy", "builtins", "dpfl_lightning"})
 
 

@@ -7,14 +7,17 @@ left by what knows all of its records: an operator, or a function of autograd, w
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import custom_function_call
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -23,21 +26,30 @@ from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.privacy.clipping.state import Kept
 
 _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
-_TORCHS = frozenset({"aten", "prims", "prim"})  # namespaces of operators
+TORCHS = frozenset({"aten", "prims", "prim", "flex_lib"})  # namespaces of operators
 
 
 class LeftVmap(Exception):
     """Code that runs under `vmap` calls what may see all records of the pass, or goes on after an error of one."""
 
 
-def of_a_record(error: Exception) -> Exception:
-    """Return what is raised if a record has caused an error under `vmap`: the same, unless the code has gone on."""
-    if not isinstance(error, LeftVmap):
-        return error
-    return UserError(
-        f"`model` must not go on after an error of a record, got {error}. Under vmap all records of a pass would feel "
-        "it: look for try in forward, and check inputs when they are prepared."
-    )
+_HOOKS = (Tensor.register_hook, Tensor.grad_fn.__get__)  # code that runs in the backward pass, where no mode sees it
+_by_torch = custom_function_call.functorch_table[TransformType.Vmap]
+_LOCK = threading.Lock()
+_watched = 0  # passes under `vmap` that run now, in any thread: autograd has threads of its own
+
+
+def _of_function(interpreter: Any, function: Any, *operands: Any, **options: Any) -> Any:
+    """Do what `vmap` does with a function of autograd, unless it has a rule of its own and a pass is watched.
+
+    It stands in torch's table, so that it sees those that run in a backward pass, too.
+    """
+    if _watched and function.vmap is not torch.autograd.Function.vmap:
+        raise LeftVmap(f"`{function.__name__}` has a rule for vmap of its own")
+    return _by_torch(interpreter, function, *operands, **options)
+
+
+custom_function_call.functorch_table[TransformType.Vmap] = _of_function
 
 
 class WatchedCalls(TorchFunctionMode):
@@ -53,8 +65,17 @@ class WatchedCalls(TorchFunctionMode):
         self._failed = ""
 
     def __enter__(self) -> WatchedCalls:
+        global _watched
         self._modes = torch._C._len_torch_dispatch_stack()
+        with _LOCK:
+            _watched += self._under_vmap
         return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        global _watched
+        with _LOCK:
+            _watched -= self._under_vmap
+        super().__exit__(*error)
 
     def note(self, *values: Any) -> None:
         self._made += [weakref.ref(one) for one in tree_leaves(values) if isinstance(one, Tensor)]
@@ -72,6 +93,8 @@ class WatchedCalls(TorchFunctionMode):
         except Exception as error:
             self._failed = self._failed or f"{type(error).__name__}: {error}"
             raise
+        if func is torch.autograd.grad:  # what it returns is the caller's
+            return found
         for one in (found,) if isinstance(found, Tensor) else found if isinstance(found, tuple | list) else ():
             if isinstance(one, Tensor) and self._is_new(one, (*args, *kwargs.values())):
                 self._made.append(weakref.ref(one))
@@ -106,16 +129,23 @@ class WatchedCalls(TorchFunctionMode):
         return any(one() is not None for one in self._made)
 
 
+def gradients_of(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients as `torch.autograd.grad`, zeros where there is none; a mode sees the hooks that run."""
+    found = _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, tuple(inputs), True, accumulate_grad=False
+    )
+    return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(inputs, found, strict=True)]
+
+
 def _require_inside(func: Any, args: Any) -> None:
     if func is Tensor.__repr__:
         raise LeftVmap("the text of a tensor shows all records")
-    own_rule = func is custom_function_call and args[0].vmap is not torch.autograd.Function.vmap
-    if own_rule:
-        raise LeftVmap(f"`{args[0].__name__}` has a rule for vmap of its own")
+    if func in _HOOKS:
+        raise LeftVmap("a hook of a tensor runs in the backward pass")
     if isinstance(func, OpOverload | OpOverloadPacket):
         packet = func.overloadpacket if isinstance(func, OpOverload) else func
         name = packet._qualified_op_name
-        if name.partition("::")[0] not in _TORCHS:
+        if name.partition("::")[0] not in TORCHS:
             raise LeftVmap(f"`{name}` is an operator that is not torch's")
 
 

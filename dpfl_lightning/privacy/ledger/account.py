@@ -110,6 +110,8 @@ class PrivacyAccount:
         """
         with self._locked() as file:
             known = self._runs.get(entry.run)
+            if known is not None:
+                _require_same_holders(known[0], entry)
             joins = [] if known and known[0].sketches == entry.sketches else self._joins(entry)
             if not ended:
                 self._admit(file, entry, joins)
@@ -188,9 +190,9 @@ class PrivacyAccount:
             return self._of_clients(self._current, {self._current.run} if planned else (), self._runs)
 
     def outlook(self, entry: Entry) -> dict[int, Together]:
-        """Return what each client of a run will have released in all runs, of which nothing is written down.
+        """Return what each client of a run will have released in all runs. The run is not written down.
 
-        Raises UserError as `enter` does.
+        Raises UserError as `enter` does, and then keeps what the run says of who is who, as `enter` does.
         """
         with self._locked() as file:
             joins = self._joins(entry)
@@ -360,12 +362,17 @@ class PrivacyAccount:
         unknown = sorted({name for name in entry.holders.values() if known.isdisjoint(self._group(name))})
         limited = _listed(sorted(self._limits))
         name, one = (shlex.quote(min(names, default="")) for names in (unknown, self._limits))
+        file = self._in_commands()
         advice = (
-            f"Say who it is: `dpfl account join {name} {one}` if the records are of {min(self._limits)}, else "
-            f"`dpfl account limit {name} EPSILON DELTA`."
+            f"Say who it is: `dpfl account join {name} {one}{file}` if the records are of {min(self._limits)}, else "
+            f"`dpfl account limit {name} EPSILON DELTA{file}`."
         )
         must = f"know all data holders of a run, because there is a limit on {limited}"
         require(not unknown, "privacy.account", must, _listed(unknown), advice)
+
+    def _in_commands(self) -> str:
+        """Return what commands need to find this account: nothing if it is that of the user."""
+        return "" if self.path == users_file() else f" --file {shlex.quote(str(self.path))}"
 
     def _check(self, entry: Entry, charges: Mapping[tuple[int, Release], int]) -> None:
         """Raise UserError if the charges, or without them the plan of a run, would exceed a limit."""
@@ -388,7 +395,7 @@ class PrivacyAccount:
                 rest = RenyiFilter(epsilon, delta).used(history, _relation(entries))
                 must = f"keep the limit of {_named(group)}, epsilon {at_most(epsilon)} at delta {at_most(delta)}"
                 got = f"{used:.1%} of it (Renyi filter), {rest:.1%} without this run"
-                advice = "Plan a smaller privacy.epsilon or fewer rounds. See `dpfl account`."
+                advice = f"Plan a smaller privacy.epsilon or fewer rounds. See `dpfl account{self._in_commands()}`."
                 if entries and _relation([*entries, entry]) != _relation(entries):
                     same = f"{entries[-1].adjacency.replace('_', ' ')}"
                     advice = f"Its unit or adjacency is another one, so all runs count as replacement: keep {same}."
@@ -487,12 +494,13 @@ class PrivacyAccount:
                 break  # a crash interrupted it, before anything was computed
             if not follows(line, self._chains[-1] if self._chains else NO_CHAIN):
                 got = f"a line {len(self._chains) + 1} that does not follow the one before"
-                advice = "Restore a copy, or move it away and begin a new account with `dpfl account add RUN ...`."
+                begin = f"`dpfl account add RUN ...{self._in_commands()}`"
+                advice = f"Restore a copy, or move it away and begin a new account with {begin}."
                 raise UserError(f"`{self.path}` must be unchanged, got {got}. {advice}")
             self._take(line)
         if accept or not self._seen.is_file():
             return
-        advice = "Accept the account as it is: `dpfl account accept`."
+        advice = f"Accept the account as it is: `dpfl account accept{self._in_commands()}`."
         with expecting(self._seen, "hold the last line of the account", advice):
             seen = json.loads(self._seen.read_bytes())
             lines, chain = int(seen["lines"]), str(seen["chain"])
@@ -613,6 +621,13 @@ def _resembling(sketches: Sequence[Sequence[str]]) -> list[list[int]]:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"{', '.join(names[:_MOST_NAMES])}{more}"
+
+
+def _require_same_holders(begun: Entry, now: Entry) -> None:
+    """Raise UserError if a run that goes on would leave a data holder out, or give its charges to another."""
+    for client, name in begun.holders.items():
+        must = f"name {name} for client {client}, as when the run began"
+        require(now.holders.get(client) == name, "privacy.account", must, now.holders.get(client, "nobody"))
 
 
 def _joined_words(names: Sequence[str], other: str) -> str:

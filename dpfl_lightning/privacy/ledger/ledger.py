@@ -111,7 +111,7 @@ class Ledger:
     def _resume(self, header: Header, checkpoint: Head | None) -> None:
         known = {} if checkpoint is None else {"the checkpoint": checkpoint}
         verified = ledger_file.verify(self.path, self._remember, known)
-        check_same(self.path.parent, _compared(verified.header), _compared(header))
+        check_resumed(self.path, verified.header, header)
         self.head = verified.end
         self._open_head()
         self._file.truncate(verified.size)
@@ -168,6 +168,11 @@ def check_same(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -
             f"{shortened(repr(after), 80)}. Only fewer `rounds` are possible, to stop earlier; start a new run for "
             "anything else."
         )
+
+
+def check_resumed(path: Path, begun: Header, now: Header) -> None:
+    """Raise UserError, which names the setting, unless the run of a ledger goes on with what its header says."""
+    check_same(path.parent, _compared(begun), _compared(now))
 
 
 def first_difference(begun: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> tuple[str, Any, Any] | None:
