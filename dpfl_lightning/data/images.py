@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from dpfl_lightning.config.names import check_names
-from dpfl_lightning.data.pixels import read
+from dpfl_lightning.data.pixels import extensions, read
 from dpfl_lightning.errors import UserError, require
 
 TEST = "test"
@@ -91,9 +91,7 @@ def _images(folder: Path) -> list[Path]:
 
 
 def _require_no_images(folder: Path, must: str) -> None:
-    from PIL import Image
-
-    known = Image.registered_extensions()  # also of formats that are not read: nothing is left out without a word
+    known = extensions()  # also of formats that are not read: nothing is left out without a word
     found = [one.name for one in folder.glob("*") if one.is_file() and one.suffix.lower() in known]
     require(
         not found, str(folder), f"hold no images: each must {must}", f"{len(found)}, such as {min(found, default='')}"

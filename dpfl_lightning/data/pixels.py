@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,13 @@ def read(path: Path, channels: int, size: Sequence[int] | None) -> Tensor:
 
     with Image.open(path) as stored:
         return pixels_of(stored, str(path), channels, size)
+
+
+def extensions() -> Collection[str]:
+    """Return the endings of files of images, in all formats that PIL knows."""
+    from PIL import Image
+
+    return Image.registered_extensions()
 
 
 def _upright(image: Any) -> Any:
