@@ -296,15 +296,15 @@ class LoopClippedSum:
         x, y = take((x, y), slice(None))  # tensors that only the model holds
         watch.enter(x, y)
 
-        def gradients() -> Sequence[Tensor]:
+        def gradients() -> Sequence[Tensor | None]:
             with watch.calls:
                 losses = self._sample_loss(leaves, x, y)
                 _require_one_loss(losses)
-                if not losses.requires_grad:  # the model decides by content that nothing depends on the parameters
-                    return [torch.zeros_like(p) for p in wanted.values()]
                 return gradients_of(losses[0], [*wanted.values()])
 
-        return [one.to_dense().reshape(-1) for one in self._held.run(leaves, gradients)]
+        found = self._held.run(leaves, gradients)
+        grads = (torch.zeros_like(p) if one is None else one for p, one in zip(wanted.values(), found, strict=True))
+        return [one.to_dense().reshape(-1) for one in grads]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> LoopClippedSum:
         return LoopClippedSum(net, sample_loss)

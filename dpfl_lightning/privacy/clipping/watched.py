@@ -129,12 +129,12 @@ class WatchedCalls(TorchFunctionMode):
         return any(one() is not None for one in self._made)
 
 
-def gradients_of(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients as `torch.autograd.grad`, zeros where there is none; a mode sees the hooks that run."""
-    found = _engine_run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, tuple(inputs), True, accumulate_grad=False
-    )
-    return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(inputs, found, strict=True)]
+def gradients_of(loss: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Return the gradients as `torch.autograd.grad`, None where there is none; a mode sees the hooks that run."""
+    if not loss.requires_grad:
+        return (None,) * len(inputs)
+    of_loss, no = (torch.ones_like(loss),), False
+    return tuple(_engine_run_backward((loss,), of_loss, no, no, tuple(inputs), True, accumulate_grad=no))
 
 
 def _require_inside(func: Any, args: Any) -> None:
