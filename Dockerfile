@@ -34,8 +34,10 @@ ENV HOME=/tmp \
 # offers one.
 COPY constraints.txt pyproject.toml /src/
 RUN python -c "import tomllib; read = tomllib.load(open('/src/pyproject.toml', 'rb')); project = read['project']; \
+    extras = project['optional-dependencies']; \
+    parts = [one for name in ('tracking', 'search', 'all', 'postgresql') for one in extras[name]]; \
     print(*read['build-system']['requires'], *project['dependencies'], \
-    *project['optional-dependencies']['postgresql'], sep='\n')" > /src/requirements.txt
+    *(one for one in parts if not one.startswith('dpfl_lightning')), sep='\n')" > /src/requirements.txt
 ENTRYPOINT ["dpfl"]
 CMD ["fit", "--config", "conf/fmnist.yaml"]
 

@@ -136,12 +136,26 @@ def _show(
         otherwise(message, *where, **more)
 
 
+#: third-party package -> the extra of this package that brings it
+_EXTRAS = {
+    **dict.fromkeys(("matplotlib", "mlflow", "plotly"), "tracking"),
+    **dict.fromkeys(("optuna", "sqlalchemy"), "search"),
+    **dict.fromkeys(("pooch", "shtab"), "all"),
+}
+_WITHOUT = {"mlflow": " Or run without MLflow: --tracking null."}
+
+
+def _without_extra(module: str, extra: str) -> str:
+    name = module.partition(".")[0]
+    return f"{name} is not installed. Run pip install 'dpfl_lightning[{extra}]'.{_WITHOUT.get(name, '')}"
+
+
 def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
     """Wrap a command: a `UserError` or `UserNotice` is one line on stderr, and an error is exit status 2.
 
-    So is an `OSError` of the machine, such as a full disk. Ctrl-C is status 130, SIGTERM 143, and a closed standard
-    output (`| head`) is 141. Other exceptions are bugs and keep their traceback. Of several ranks on a host, only local
-    rank 0 prints.
+    So are an `OSError` of the machine, such as a full disk, and a package of an extra that is not installed. Ctrl-C is
+    status 130, SIGTERM 143, and a closed standard output (`| head`) is 141. Other exceptions are bugs and keep their
+    traceback. Of several ranks on a host, only local rank 0 prints.
     """
 
     @functools.wraps(main)
@@ -161,6 +175,10 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
                 return 128 + signal.SIGPIPE
             except UserError as error:
                 words, status = f"error: {error}", 2
+            except ModuleNotFoundError as error:
+                if (extra := _EXTRAS.get(str(error.name).partition(".")[0])) is None:
+                    raise
+                words, status = f"error: {_without_extra(str(error.name), extra)}", 2
             except OSError as error:
                 if error.errno not in _OF_THE_MACHINE:
                     raise

@@ -47,7 +47,7 @@ PYTHON = [(page, text) for page, _, kind, text in BLOCKS if kind == "python"]
 YAML = [(page, text) for page, _, kind, text in BLOCKS if kind == "yaml"]
 COMPLETION = 'eval "$(dpfl completion bash)"'
 PAGE_OF_MLFLOW = "MLFLOW_DISABLE_TELEMETRY=true mlflow ui"
-INSTALL = "pip install -q -c constraints.txt ."
+INSTALL = "pip install -q -c constraints.txt '.[all]'"
 
 
 @pytest.fixture(scope="module")

@@ -127,7 +127,8 @@ def _callbacks(options: Options, detail: Detail) -> list[Callback]:
     section = options.tracking
     if section is None:
         return [Progress(detail=detail)]
-    from dpfl_lightning.reporting.loggers import Loggers, build_loggers
+    from dpfl_lightning.loop import build_loggers
+    from dpfl_lightning.reporting.loggers import Loggers
     from dpfl_lightning.reporting.mlflow import Tracking
 
     loggers = Loggers(build_loggers(options), section.per_client)
