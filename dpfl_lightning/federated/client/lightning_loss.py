@@ -7,10 +7,9 @@ import inspect
 import math
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from itertools import takewhile
-from typing import Any, TypeGuard
+from typing import Any
 
 import lightning as L
 import torch
@@ -24,6 +23,7 @@ from torchmetrics import Metric, MetricCollection
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.draws import fixed_rng, generator_states
+from dpfl_lightning.federated.client.lightning_hooks import ClientTrainer, replaced
 from dpfl_lightning.models.operators import CheckedOperators
 from dpfl_lightning.privacy.clipping.checked import dropout_layers
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, take
@@ -33,8 +33,6 @@ from dpfl_lightning.privacy.clipping.stateless import call, further_names
 
 Output = Callable[[Params, Any], Tensor]
 
-#: what a run uses of a LightningModule, or what changes nothing in it
-_USED = {"forward", "training_step", "configure_optimizers", "configure_model"}
 #: what a log of a batch's loss gets while ways are compared: a decision by it shows
 _LOGGED = (-math.inf, math.inf, math.nan)
 
@@ -109,7 +107,7 @@ class LightningLoss:
             called.append(True)
             return forward(*args, **kwargs)
 
-        with self._silent(), _replaced([(self.module, {"forward": noted})]):
+        with self._silent(), replaced([(self.module, {"forward": noted})]):
             answer = self._answer(x, y)
         require(answer is not None, "training_step", "return a loss of random records", "None", "Return it.")
         self.calls_forward = bool(called)
@@ -146,7 +144,7 @@ class LightningLoss:
                     raise _differing("another argument of forward")
                 return output
 
-            with _replaced([(part, {"forward": given})]):
+            with replaced([(part, {"forward": given})]):
                 return self._step(tree_map(_Unread, self.example), y)
 
         def of_one(output: Any, y: Tensor) -> Tensor:
@@ -270,7 +268,7 @@ class LightningLoss:
         """Within it `training_step` raises an error if it decides by numbers; what layers decide, engines check."""
         watch = _Undecided()
         layers = (one for one in self.module.modules() if any(True for _ in one.parameters()))
-        with _replaced([(one, {"forward": watch.unwatched(one.forward)}) for one in layers]), watch:
+        with replaced([(one, {"forward": watch.unwatched(one.forward)}) for one in layers]), watch:
             yield
 
     def _answer(self, x: Any, y: Tensor, index: int = 0) -> Any:
@@ -304,37 +302,9 @@ class LightningLoss:
     def _silent(self) -> Iterator[None]:
         metrics = [one for one in self.module.modules() if isinstance(one, Metric | MetricCollection)]
         quiet = [(one, {"forward": _no_metric, "update": _nothing}) for one in metrics]
-        silent = {"log": _nothing, "log_dict": _nothing, "print": _nothing, "_trainer": _Trainer("training_step")}
-        with _replaced([(self.module, silent), *quiet]):
+        silent = {"log": _nothing, "log_dict": _nothing, "print": _nothing, "_trainer": ClientTrainer("training_step")}
+        with replaced([(self.module, silent), *quiet]):
             yield
-
-
-class _Trainer:
-    """What a LightningModule sees as its trainer; UserError for all that a run does not know."""
-
-    logger, loggers, global_rank, local_rank = None, (), 0, 0
-
-    def __init__(self, reader: str, **known: int) -> None:
-        self._reader, self._known = reader, known
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        if name in self._known:
-            return self._known[name]
-        raise UserError(
-            f"`{self._reader}` must not read the trainer (nor current_epoch, global_step, optimizers() or "
-            f"lr_schedulers()), got `trainer.{name}`. A client has no Trainer: let a learning rate schedule in "
-            "configure_optimizers change what changes with time; it may read trainer.max_epochs (rounds) and "
-            "trainer.estimated_stepping_batches (rounds x local steps)."
-        )
-
-
-def configured_by(module: L.LightningModule, rounds: int, steps: int) -> Any:
-    """Return what `configure_optimizers` of a module returns for a run of so many rounds and local steps in each."""
-    trainer = _Trainer("configure_optimizers", max_epochs=rounds, estimated_stepping_batches=rounds * steps)
-    with _replaced([(module, {"_trainer": trainer})]):
-        return module.configure_optimizers()
 
 
 def _trials(params: Params, x: Any, y: Tensor, num_classes: int) -> Iterator[tuple[Params, Any, Tensor]]:
@@ -509,26 +479,6 @@ def _differing(what: str) -> UserError:
     )
 
 
-def is_lightning(module: nn.Module) -> TypeGuard[L.LightningModule]:
-    """Return whether a module is a LightningModule, of `lightning` or of the older package `pytorch_lightning`."""
-    return any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)
-
-
-def overrides(module: nn.Module, name: str) -> bool:
-    """Return whether the class of a module overrides a method of LightningModule."""
-    kinds = iter(type(module).__mro__)
-    return any(name in vars(kind) for kind in takewhile(lambda kind: kind.__name__ != "LightningModule", kinds))
-
-
-def unused(module: nn.Module) -> list[str]:
-    """Names of the hooks and metrics of a module that a run does not use; of no LightningModule none is used."""
-    if not is_lightning(module):
-        return [name for name in ("training_step", "configure_optimizers") if callable(getattr(module, name, None))]
-    public = (name for name in dir(L.LightningModule) if not name.startswith("_") and name not in _USED)
-    hooks = [name for name in public if overrides(module, name)]
-    return hooks + [name for name, one in module.named_children() if isinstance(one, Metric | MetricCollection)]
-
-
 def _kept(module: nn.Module) -> dict[str, int]:
     """What tells whether attributes of a module or of its parts were set, or filled."""
     return {
@@ -558,18 +508,3 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _no_metric(*args: Any, **kwargs: Any) -> Any:
     return defaultdict(lambda: torch.zeros(()))
-
-
-@contextmanager
-def _replaced(attributes: Sequence[tuple[nn.Module, dict[str, Any]]]) -> Iterator[None]:
-    """Replace attributes of objects for a while."""
-    before = [{name: vars(one)[name] for name in new if name in vars(one)} for one, new in attributes]
-    try:
-        for one, new in attributes:
-            vars(one).update(new)
-        yield
-    finally:
-        for (one, new), old in zip(attributes, before, strict=True):
-            for name in new.keys() - old.keys():
-                del vars(one)[name]
-            vars(one).update(old)

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
 import lightning as L
 import torch
@@ -13,13 +13,7 @@ from dpfl_lightning.config.registry import users_code
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings, on_one_vector
 from dpfl_lightning.federated.client.draws import fixed_rng
-from dpfl_lightning.federated.client.lightning_loss import (
-    LightningLoss,
-    configured_by,
-    is_lightning,
-    overrides,
-    unused,
-)
+from dpfl_lightning.federated.client.lightning_hooks import configured_by, is_lightning, overrides, unused
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.models import fixed
 from dpfl_lightning.models.model import Model, forward_chunk
@@ -29,6 +23,9 @@ from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Block, Input
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params, VmapClippedSum, evaluating
 from dpfl_lightning.privacy.mechanism import Gaussian, Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
+
+if TYPE_CHECKING:
+    from dpfl_lightning.federated.client.lightning_loss import LightningLoss
 
 T = TypeVar("T")
 
@@ -140,7 +137,9 @@ class ClientModule(Model, L.LightningModule):
         super().__init__(model, loss, personal, output, task)
         self.adapted: LightningLoss | None = None
         if loss is None and is_lightning(model) and overrides(model, "training_step"):
-            self.adapted = LightningLoss(model)
+            from dpfl_lightning.federated.client import lightning_loss  # only for these
+
+            self.adapted = lightning_loss.LightningLoss(model)
         self.given_optimizer = optimizer
         by_method = "configure_optimizers" if self._defines("configure_optimizers") else ""
         #: the argument or method that gives the optimiser, "" for `clients.optimizer`
