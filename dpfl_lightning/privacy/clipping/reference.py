@@ -304,7 +304,7 @@ class LoopClippedSum:
 
         found = self._held.run(leaves, gradients)
         grads = (torch.zeros_like(p) if one is None else one for p, one in zip(wanted.values(), found, strict=True))
-        return [one.to_dense().reshape(-1) for one in grads]
+        return [one.to_dense().reshape(-1).clone() for one in grads]  # so that only the model can keep theirs
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> LoopClippedSum:
         return LoopClippedSum(net, sample_loss)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from dpfl_lightning.errors import require
 
+_MOST_LEVELS = 3
 _MOST_ENTRIES = 1 << 14  # of a collection of a user's file that is compared: longer ones are tables
 _COPIED = 1 << 16  # numbers of a tensor that is copied, so that it can be restored
 
@@ -240,24 +241,36 @@ def _referred(function: FunctionType, seen: dict[int, Any]) -> dict[str, object]
     found: dict[str, object] = {}
     for name in _names(function.__code__):
         value = function.__globals__.get(name)
-        if isinstance(value, Tensor):
-            found[name] = value._version if is_large(value) else _bytes_of(value)
-        elif isinstance(value, bool | int | float | str):
-            found[name] = value
-        elif (isinstance(value, _COLLECTIONS) and _entries(value) <= _MOST_ENTRIES) or isinstance(
-            value, (Iterator, *_STATES)
-        ):
+        if isinstance(value, FunctionType) and value.__module__ == function.__module__:
             found[name] = _content(value, seen)
+        elif isinstance(value, type) and value.__module__ == function.__module__:
+            found[name] = _content(_of_class(value, seen), seen)
         elif hasattr(value, "cache_info"):
             found[name] = value.cache_info().currsize, value.cache_info().misses
-        elif isinstance(value, FunctionType | type) and value.__module__ == function.__module__:
-            inside = (
-                _content(value, seen) if isinstance(value, FunctionType) else _content(_of_class(value, seen), seen)
-            )
-            found[name] = inside
-        elif type(value).__module__ == function.__module__ and not isinstance(value, nn.Module):
+        elif isinstance(value, (Iterator, *_STATES)):
             found[name] = _content(value, seen)
+        elif type(value).__module__ == function.__module__ and not isinstance(value, nn.Module):
+            found[name] = _numbers_in(vars(value) if hasattr(value, "__dict__") else value)
+        elif not isinstance(value, ModuleType | FunctionType | type | nn.Module):
+            found[name] = _numbers_in(value)
     return found
+
+
+def _numbers_in(value: Any, depth: int = 0) -> object:
+    """Return the numbers and texts in collections of a few levels, to be compared; of other objects their identity."""
+    if isinstance(value, Tensor):
+        return value._version if is_large(value) else _bytes_of(value)
+    if isinstance(value, bool | int | float | complex | str | bytes | type(None)):
+        return repr(value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value.shape, hash(value.tobytes())
+    if isinstance(value, SimpleNamespace):
+        value = vars(value)
+    if depth > _MOST_LEVELS or not isinstance(value, (*_COLLECTIONS, tuple, Mapping)) or len(value) > _MOST_ENTRIES:
+        return id(value)
+    if isinstance(value, Mapping):
+        value = [*value.items()]
+    return tuple(_numbers_in(one, depth + 1) for one in value)
 
 
 def _names(code: CodeType) -> Iterator[str]:
@@ -266,12 +279,6 @@ def _names(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
-
-
-def _entries(value: Any) -> int:
-    if isinstance(value, SimpleNamespace):
-        return len(vars(value))
-    return value.size if isinstance(value, np.ndarray) else len(value)
 
 
 #: generators, which hold their state elsewhere

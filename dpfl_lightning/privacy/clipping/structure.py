@@ -110,6 +110,12 @@ def beside_records(net: nn.Module, sample_loss: SampleLoss, params: Params, exam
     return next(iter(wrong), "")
 
 
+#: layers of one number at a time, which may have no other dimension than that of the records
+_ELEMENTWISE = frozenset(
+    {nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid}
+    | {nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh}
+    | {nn.Tanhshrink, nn.Threshold, nn.Dropout}
+)
 _COUNTS = (3, 5)  # records of a batch, of which not both can be another dimension by chance
 _DIMENSIONS = re.compile(r"([123])d$")
 
@@ -132,11 +138,10 @@ def _outside_read(net: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Modu
 def _keeps_apart(layer: nn.Module, dims: int) -> bool:
     """Return whether a layer keeps records apart that are the first of so many dimensions of its input."""
     kind = type(layer)
-    if kind in (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU, nn.Unflatten):
-        dim = layer.dim
-        return isinstance(dim, int) and dim % dims != 0
-    if kind is nn.Flatten:
-        return layer.start_dim % dims != 0
+    if kind in (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU):
+        return isinstance(layer.dim, int) and layer.dim % dims != 0
+    if kind in (nn.Flatten, nn.Unflatten):  # numbers stay in their order, so that the number of records tells all
+        return True
     if kind in (nn.RNN, nn.GRU, nn.LSTM, nn.MultiheadAttention):
         return dims == 3 and layer.batch_first
     if kind in (nn.TransformerEncoder, nn.TransformerEncoderLayer):
@@ -154,7 +159,7 @@ def _keeps_apart(layer: nn.Module, dims: int) -> bool:
         return dims == 4
     if (found := _DIMENSIONS.search(kind.__name__)) is not None:  # convolutions, pooling, padding, norms, dropout
         return dims == int(found[1]) + 2
-    return dims >= 2 or kind in (nn.Embedding, nn.Identity)
+    return dims >= 2 or kind in (nn.Embedding, nn.Identity) or kind in _ELEMENTWISE
 
 
 def is_known_loss(loss: object) -> bool:
