@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from dpfl_lightning.privacy.clipping.inputs import rows_each, take
 from dpfl_lightning.privacy.clipping.passes import Batch
 from dpfl_lightning.privacy.clipping.reference import Params, SampleLoss
+from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.clipping.watched import TORCHS
 
 _MODULES = """
@@ -103,7 +104,8 @@ def beside_records(net: nn.Module, sample_loss: SampleLoss, params: Params, exam
         for count in _COUNTS:
             x, y = take(examples, [*range(count)])
             counts.append(count * rows_each(x))
-            sample_loss(params, x, y)
+            with tensors_restored(net):
+                sample_loss(params, x, y)
     finally:
         for handle in handles:
             handle.remove()

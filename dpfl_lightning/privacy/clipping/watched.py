@@ -112,9 +112,11 @@ class WatchedCalls(TorchFunctionMode):
 
     def _is_new(self, found: Tensor, args: tuple[Any, ...]) -> bool:
         """Return whether an operator has made a tensor: it may also return an argument, such as a buffer."""
+        if any(found is one for one in args):
+            return False
         if self._under_vmap:
             return torch._C._functorch.is_functorch_wrapped_tensor(found)
-        return not isinstance(found, nn.Parameter) and not any(found is one for one in args)
+        return not isinstance(found, nn.Parameter)
 
     def kept(self) -> bool:
         """Return whether a noted tensor is still alive, and forget them."""
