@@ -118,7 +118,7 @@ _ELEMENTWISE = frozenset(
     | {nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh}
     | {nn.Tanhshrink, nn.Threshold, nn.Dropout}
 )
-_COUNTS = (3, 5)  # records of a batch, of which not both can be another dimension by chance
+_COUNTS = (2, 3)  # records of a batch, of which not both can be another dimension by chance
 _DIMENSIONS = re.compile(r"([123])d$")
 
 
