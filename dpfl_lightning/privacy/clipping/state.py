@@ -244,8 +244,8 @@ def _referred(function: FunctionType, seen: dict[int, Any]) -> dict[str, object]
             found[name] = _content(value, seen)
         elif isinstance(value, type) and value.__module__ == function.__module__:
             found[name] = _content(_of_class(value, seen), seen)
-        elif hasattr(value, "cache_info"):
-            found[name] = value.cache_info().currsize, value.cache_info().misses
+        elif (info := getattr(value, "cache_info", None)) is not None:
+            found[name] = info().currsize, info().misses
         elif isinstance(value, (Iterator, *_STATES)):
             found[name] = _content(value, seen)
         elif type(value).__module__ == function.__module__ and not isinstance(value, nn.Module):
@@ -256,8 +256,8 @@ def _referred(function: FunctionType, seen: dict[int, Any]) -> dict[str, object]
 
 
 def _of_numpy() -> int:
-    _, key, place, *_ = np.random.get_state()
-    return hash((key.tobytes(), place))
+    state = np.random.get_state(legacy=False)["state"]  # type: ignore[call-overload]
+    return hash((state["key"].tobytes(), state["pos"]))
 
 
 #: what modules keep that code refers to; threads that change it meanwhile are rare, and end a run

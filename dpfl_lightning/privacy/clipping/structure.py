@@ -139,18 +139,18 @@ def _outside_read(net: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Modu
 
 def _keeps_apart(layer: nn.Module, dims: int) -> bool:
     """Return whether a layer keeps records apart that are the first of so many dimensions of its input."""
-    kind = type(layer)
+    kind, given = type(layer), vars(layer)
     if kind in (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU):
-        return isinstance(layer.dim, int) and layer.dim % dims != 0
+        return isinstance(given["dim"], int) and given["dim"] % dims != 0
     if kind in (nn.Flatten, nn.Unflatten):  # numbers stay in their order, so that the number of records tells all
         return True
     if kind in (nn.RNN, nn.GRU, nn.LSTM, nn.MultiheadAttention):
-        return dims == 3 and layer.batch_first
+        return dims == 3 and bool(given["batch_first"])
     if kind in (nn.TransformerEncoder, nn.TransformerEncoderLayer):
         parts = [one for one in layer.modules() if isinstance(one, nn.MultiheadAttention)]
         return dims == 3 and all(one.batch_first for one in parts)
     if kind in (nn.LayerNorm, nn.RMSNorm):
-        return dims > len(layer.normalized_shape)
+        return dims > len(given["normalized_shape"])
     if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         return not layer.training and layer.running_mean is not None
     if kind in (nn.Softmax2d, nn.PixelShuffle, nn.PixelUnshuffle, nn.Unfold):

@@ -33,7 +33,10 @@ class LeftVmap(Exception):
     """Code that runs under `vmap` calls what may see all records of the pass, or goes on after an error of one."""
 
 
-_HOOKS = (Tensor.register_hook, Tensor.grad_fn.__get__)  # code that runs in the backward pass, where no mode sees it
+_HOOKS = (
+    Tensor.register_hook,
+    vars(torch._C.TensorBase)["grad_fn"].__get__,
+)  # code that runs in the backward pass, where no mode sees it
 _by_torch = custom_function_call.functorch_table[TransformType.Vmap]
 _LOCK = threading.Lock()
 _watched = 0  # passes under `vmap` that run now, in any thread: autograd has threads of its own
