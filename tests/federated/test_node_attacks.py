@@ -296,15 +296,21 @@ def test_refusals_of_strangers_take_no_turn(tmp_path):
 
 
 def test_a_request_that_is_computed_keeps_its_seat(tmp_path):
-    go_on = threading.Event()
+    go_on, begun = threading.Event(), threading.Semaphore(0)
 
     class Slow(Patient):
+        def refusal(self, start):
+            begun.release()
+            return super().refusal(start)
+
         def handle(self, content):
             assert go_on.wait(5.0)
             return super().handle(content)
 
     with listening(Slow(), tmp_path / "s"), contextlib.ExitStack() as stack:
         busy = [stack.enter_context(said_hello(tmp_path / "s", "known")) for _ in range(MOST_CONNECTIONS - 1)]
+        assert all(begun.acquire(timeout=5.0) for _ in busy)
+        time.sleep(0.2)  # each is busy, one after the other
         for _ in range(40):
             stack.enter_context(connected(tmp_path / "s"))
         go_on.set()

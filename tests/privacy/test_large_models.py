@@ -69,7 +69,7 @@ def test_checks_of_a_large_model_cost_about_100_records_and_copy_nothing_frozen(
     SEEN.update(forward=0, backward=0, dtypes=set())
     check_fits(module, population)
     engine.setup(module, population, Streams(), "poisson")
-    assert 0 < (SEEN["forward"] + SEEN["backward"]) / 2 <= 102 and SEEN["dtypes"] == {torch.float32}
+    assert 0 < (SEEN["forward"] + SEEN["backward"]) / 2 <= 106 and SEEN["dtypes"] == {torch.float32}
     assert isinstance(engine.checked.choose(), FastClippedSum)
 
 

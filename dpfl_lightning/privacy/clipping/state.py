@@ -154,11 +154,7 @@ class Kept:
         ]
         modules = [part for _, part in parts if isinstance(part, nn.Module)]
         seen: dict[int, Any] = {id(one): one for part in modules for one in (part, *_large(part))}
-        found: dict[str, object] = {
-            "random": hash(random.getstate()),
-            "numpy.random": hash(np.random.get_state()[1].tobytes()),
-            "os.environ": hash(frozenset(os.environ.items())),
-        }
+        found: dict[str, object] = {}
         for name, part in parts:
             if not isinstance(part, nn.Module):
                 found[getattr(part, "__name__", type(part).__name__)] = _content(part, seen)
@@ -241,19 +237,36 @@ def _referred(function: FunctionType, seen: dict[int, Any]) -> dict[str, object]
     found: dict[str, object] = {}
     for name in _names(function.__code__):
         value = function.__globals__.get(name)
-        if isinstance(value, FunctionType) and value.__module__ == function.__module__:
+        if isinstance(value, ModuleType):
+            if (state := _OF_MODULES.get(value.__name__)) is not None:
+                found[name] = state()
+        elif isinstance(value, FunctionType) and value.__module__ == function.__module__:
             found[name] = _content(value, seen)
         elif isinstance(value, type) and value.__module__ == function.__module__:
             found[name] = _content(_of_class(value, seen), seen)
-        elif hasattr(value, "cache_info"):
-            found[name] = value.cache_info().currsize, value.cache_info().misses
+        elif (info := getattr(value, "cache_info", None)) is not None:
+            found[name] = info().currsize, info().misses
         elif isinstance(value, (Iterator, *_STATES)):
             found[name] = _content(value, seen)
         elif type(value).__module__ == function.__module__ and not isinstance(value, nn.Module):
             found[name] = _numbers_in(vars(value) if hasattr(value, "__dict__") else value)
-        elif not isinstance(value, ModuleType | FunctionType | type | nn.Module):
+        elif not isinstance(value, FunctionType | type | nn.Module):
             found[name] = _numbers_in(value)
     return found
+
+
+def _of_numpy() -> int:
+    state = np.random.get_state(legacy=False)["state"]  # type: ignore[call-overload]
+    return hash((state["key"].tobytes(), state["pos"]))
+
+
+#: what modules keep that code refers to; threads that change it meanwhile are rare, and end a run
+_OF_MODULES: Mapping[str, Callable[[], int]] = {
+    "random": lambda: hash(random.getstate()),
+    "numpy": _of_numpy,
+    "numpy.random": _of_numpy,
+    "os": lambda: hash(frozenset(os.environ.items())),
+}
 
 
 def _numbers_in(value: Any, depth: int = 0) -> object:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from dpfl_lightning.privacy.clipping.inputs import rows_each, take
 from dpfl_lightning.privacy.clipping.passes import Batch
 from dpfl_lightning.privacy.clipping.reference import Params, SampleLoss
+from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.clipping.watched import TORCHS
 
 _MODULES = """
@@ -103,7 +104,8 @@ def beside_records(net: nn.Module, sample_loss: SampleLoss, params: Params, exam
         for count in _COUNTS:
             x, y = take(examples, [*range(count)])
             counts.append(count * rows_each(x))
-            sample_loss(params, x, y)
+            with tensors_restored(net):
+                sample_loss(params, x, y)
     finally:
         for handle in handles:
             handle.remove()
@@ -116,7 +118,7 @@ _ELEMENTWISE = frozenset(
     | {nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh}
     | {nn.Tanhshrink, nn.Threshold, nn.Dropout}
 )
-_COUNTS = (3, 5)  # records of a batch, of which not both can be another dimension by chance
+_COUNTS = (2, 3)  # records of a batch, of which not both can be another dimension by chance
 _DIMENSIONS = re.compile(r"([123])d$")
 
 
@@ -137,18 +139,18 @@ def _outside_read(net: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Modu
 
 def _keeps_apart(layer: nn.Module, dims: int) -> bool:
     """Return whether a layer keeps records apart that are the first of so many dimensions of its input."""
-    kind = type(layer)
+    kind, given = type(layer), vars(layer)
     if kind in (nn.Softmax, nn.LogSoftmax, nn.Softmin, nn.GLU):
-        return isinstance(layer.dim, int) and layer.dim % dims != 0
+        return isinstance(given["dim"], int) and given["dim"] % dims != 0
     if kind in (nn.Flatten, nn.Unflatten):  # numbers stay in their order, so that the number of records tells all
         return True
     if kind in (nn.RNN, nn.GRU, nn.LSTM, nn.MultiheadAttention):
-        return dims == 3 and layer.batch_first
+        return dims == 3 and bool(given["batch_first"])
     if kind in (nn.TransformerEncoder, nn.TransformerEncoderLayer):
         parts = [one for one in layer.modules() if isinstance(one, nn.MultiheadAttention)]
         return dims == 3 and all(one.batch_first for one in parts)
     if kind in (nn.LayerNorm, nn.RMSNorm):
-        return dims > len(layer.normalized_shape)
+        return dims > len(given["normalized_shape"])
     if kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
         return not layer.training and layer.running_mean is not None
     if kind in (nn.Softmax2d, nn.PixelShuffle, nn.PixelUnshuffle, nn.Unfold):

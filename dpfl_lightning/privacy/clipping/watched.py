@@ -33,7 +33,10 @@ class LeftVmap(Exception):
     """Code that runs under `vmap` calls what may see all records of the pass, or goes on after an error of one."""
 
 
-_HOOKS = (Tensor.register_hook, Tensor.grad_fn.__get__)  # code that runs in the backward pass, where no mode sees it
+_HOOKS = (
+    Tensor.register_hook,
+    vars(torch._C.TensorBase)["grad_fn"].__get__,
+)  # code that runs in the backward pass, where no mode sees it
 _by_torch = custom_function_call.functorch_table[TransformType.Vmap]
 _LOCK = threading.Lock()
 _watched = 0  # passes under `vmap` that run now, in any thread: autograd has threads of its own
@@ -112,9 +115,11 @@ class WatchedCalls(TorchFunctionMode):
 
     def _is_new(self, found: Tensor, args: tuple[Any, ...]) -> bool:
         """Return whether an operator has made a tensor: it may also return an argument, such as a buffer."""
+        if any(found is one for one in args):
+            return False
         if self._under_vmap:
             return torch._C._functorch.is_functorch_wrapped_tensor(found)
-        return not isinstance(found, nn.Parameter) and not any(found is one for one in args)
+        return not isinstance(found, nn.Parameter)
 
     def kept(self) -> bool:
         """Return whether a noted tensor is still alive, and forget them."""
