@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import pooch
 
 from dpfl_lightning.data.formats import CifarFiles, IdxFiles, content_of
 from dpfl_lightning.errors import UserError, require
@@ -241,6 +240,8 @@ def _fetch_into(folder: Path, name: str, source: Source, tried: list[str]) -> bo
 
 
 def _from_mirror(mirror: str, sha256_of: Mapping[str, str], target: Path) -> None:
+    import pooch  # of an extra: a site with records of its own downloads nothing
+
     pooch.get_logger().setLevel("WARNING")  # `_fetch_into` prints what is downloaded
     get = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=TIMEOUT)
     for file, sha256 in sha256_of.items():
