@@ -42,4 +42,4 @@ def invocation(command: str, launcher: str = "python") -> str:
     ('python -m dpfl_lightning evaluate', 'torchrun ... -m dpfl_lightning.fit')
     """
     by_script = launcher == "python" and Path(sys.argv[0]).stem == "dpfl"
-    return f"dpfl {command}" if by_script else f"{launcher} -m dpfl_lightning.{command}"
+    return f"dpfl {command}" if by_script else f"{launcher} -m dpfl_lightning {command}"
