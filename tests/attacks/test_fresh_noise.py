@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import shutil
+from types import ModuleType
 
 import pytest
 import torch
@@ -142,12 +143,13 @@ LOSSES = {
     "module": lambda smoothing: nn.CrossEntropyLoss(reduction="none", label_smoothing=smoothing),
 }
 
-CALLS = itertools.count()
+CALLS = ModuleType("calls")  # what modules keep is not compared after a pass
+CALLS.numbers = itertools.count()
 
 
 def counting(output, y):
     """A loss that counts its calls in training: the same records have another gradient each time."""
-    factor = 0.01 + next(CALLS) % 7 if torch.is_grad_enabled() else 1.0
+    factor = 0.01 + next(CALLS.numbers) % 7 if torch.is_grad_enabled() else 1.0
     return F.cross_entropy(output, y, reduction="none") * factor
 
 
