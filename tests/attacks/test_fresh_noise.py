@@ -172,11 +172,15 @@ def test_a_smoothing_that_was_edited_is_refused(loss, tmp_path):
     assert (folder / "ledger.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize("loss", [None, counting], ids=["plain", "a loss that counts"])
-def test_a_round_that_was_broken_off_is_charged_again_with_other_noise(loss, tmp_path):
+def test_a_loss_that_counts_its_calls_is_refused(tmp_path):
+    with pytest.raises(UserError, match="`model` must give a record the same gradient in every pass"):
+        run_of(tmp_path / "run", Releases(), module=ClientModule(small_net(), counting)).run()
+
+
+def test_a_round_that_was_broken_off_is_charged_again_with_other_noise(tmp_path):
     folder = tmp_path / "run"
-    before = broken_off(folder, ClientModule(small_net(), loss))
-    loop, after = releases(folder, 2, resume=True, module=ClientModule(small_net(), loss), reserve_rounds=1)
+    before = broken_off(folder, ClientModule(small_net()))
+    loop, after = releases(folder, 2, resume=True, module=ClientModule(small_net()), reserve_rounds=1)
     assert sum(charge.round == 2 for charge in read_ledger(folder / "ledger.jsonl")) == 2 * 4
     assert_independent(loop, before, after)
 
