@@ -68,9 +68,7 @@ class Refused(Exception):
 class Server:
     """Asks nodes for releases from hostile weights, each in a new round of the accepted plan."""
 
-    def __init__(
-        self, sites: list[tuple[Node, Terms]], worst: Worst, count: int = COUNT, rate: float = RATE
-    ) -> None:
+    def __init__(self, sites: list[tuple[Node, Terms]], worst: Worst, count: int = COUNT, rate: float = RATE) -> None:
         self._sites, self._rounds, self._count, self._rate = sites, [0] * len(sites), count, rate
         self._model = torch.cat([p.flatten() for p in worst.params.values()])
 
