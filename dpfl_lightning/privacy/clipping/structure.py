@@ -54,6 +54,10 @@ LOSSES: frozenset[type[nn.Module]] = frozenset(
 #: classes of libraries whose `forward` was read: module -> (version that was read, names of classes)
 READ: dict[str, tuple[str, frozenset[str]]] = {
     "dpfl_lightning.models.nets": ("", frozenset({"BasicBlock", "InputTransform", "PersonalInput"})),
+    "peft.peft_model": ("0.21.2", frozenset({"PeftModelForSequenceClassification"})),
+    "peft.tuners.lora.model": ("0.21.2", frozenset({"LoraModel"})),
+    "peft.tuners.lora.layer": ("0.21.2", frozenset({"Linear"})),
+    "peft.utils.other": ("0.21.2", frozenset({"ModulesToSaveWrapper"})),
     "transformers.activations": ("5.24.0", frozenset({"GELUActivation"})),
     "transformers.models.bert.modeling_bert": (
         "5.24.0",
@@ -198,6 +202,8 @@ def _is_known(part: nn.Module) -> bool:
     version, names = READ.get(kind.__module__, ("", frozenset()))
     usual = getattr(getattr(part, "config", None), "_attn_implementation", None) in _ATTENTION
     same = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+    usual = usual and not getattr(part, "lora_variant", None)  # such as DoRA
+    usual = usual and all(type(one).__name__ == "LoraConfig" for one in getattr(part, "peft_config", {}).values())
     return usual and same and kind.__name__ in names and (not version or _version_of(kind) == version)
 
 
