@@ -591,6 +591,9 @@ VMAP = "fast: exact rules but vmap for `{}` ({})"
 ATTEND = VMAP.format("attend", "MultiheadAttention") + ", `attend.out_proj` (NonDynamicallyQuantizableLinear)"
 
 
+BESIDE = "vmap: `attend` (MultiheadAttention) acts on other dimensions than those of a record"
+
+
 def reasons():
     """Nets, and why their engine is chosen."""
     return [
@@ -605,7 +608,7 @@ def reasons():
         ),
         # mixes records: what one contributes depends on the others, so no sum over a batch is per record
         (linear_of_3(lambda net, x: net.layer(x - x.mean(0))), DIFFERS.format("layer")),
-        (attending(batch_first=False), ATTEND),
+        (attending(batch_first=False), BESIDE),
         (attending(batch_first=True), ATTEND),
         (reading(nn.RNN(1, 3, batch_first=True)), VMAP.format("read", "RNN")),
         (reading(nn.LSTM(1, 4, proj_size=3, batch_first=True)), VMAP.format("read", "LSTM")),

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.models.nets import BasicBlock
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for, vmap_or_loop
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, cross_entropy_of
 from dpfl_lightning.privacy.clipping.structure import code_of_users
@@ -584,6 +585,70 @@ def test_layers_of_torch_that_act_on_the_dimension_of_records_have_no_rules(mixe
     params["2.bias"] = torch.zeros(8)
     all_of_them, others = (clipped_sum(params, words[n:], Y[n:], ClipRequest(1.0))[0] for n in (0, 1))
     assert (all_of_them - others).norm() <= 1.001
+
+
+class Given:
+    """Its object is a tensor, as the result of a call would be."""
+
+    def __new__(cls, x):
+        return x
+
+
+def with_forward():
+    net = nn.Sequential(nn.Linear(6, 3))
+    net.forward = Given
+    return net
+
+
+def with_another(**parts):
+    block = BasicBlock(2, 2, 1, "none")
+    for name, one in parts.items():
+        setattr(block, name, one)
+    return nn.Sequential(nn.Unflatten(1, (2, 3, 1)), block, nn.Flatten(), nn.Linear(6, 3))
+
+
+class Equal(type(nn.Identity)):
+    def __eq__(cls, other):
+        return other is nn.Identity
+
+    def __hash__(cls):
+        return hash(nn.Identity)
+
+
+class Spoofing(nn.Module, metaclass=Equal):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+SHIFT = nn.ConstantPad1d((0, 0, 0, 0, 1, -1), 0.0)
+NOT_READ = {
+    "a class as forward": with_forward,
+    "a class that equals another": lambda: nn.Sequential(Spoofing(), nn.Linear(6, 3)),
+    "padding of records": lambda: nn.Sequential(nn.Unflatten(1, (6, 1)), SHIFT, nn.Flatten(), nn.Linear(6, 3)),
+    "padding within an encoder": lambda: nn.Sequential(
+        nn.Unflatten(1, (3, 2)),
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(2, 1, 4, 0.0, batch_first=True), 1, norm=SHIFT),
+        nn.Flatten(),
+        nn.Linear(6, 3),
+    ),
+    "a shortcut that shifts": lambda: with_another(shortcut=nn.Sequential(nn.ZeroPad2d((0,) * 6 + (1, -1)))),
+}
+
+
+@pytest.mark.parametrize("net", NOT_READ.values(), ids=NOT_READ)
+def test_what_only_looks_like_layers_of_torch_has_no_rules(net):
+    net = net()
+    clipped_sum, reason = clipped_sum_for(net, None, X[:0], Y[:0])
+    assert not reason.startswith("fast")
+    params = {name: 9 * p.detach() for name, p in net.named_parameters()}
+    all_of_them, others = (clipped_sum(params, X[n:], Y[n:], ClipRequest(1.0))[0] for n in (0, 1))
+    assert (all_of_them - others).norm() <= 1.001
+
+
+def test_a_loss_of_an_instance_is_code_of_a_user():
+    module = ClientModule(nn.Sequential(nn.Linear(6, 3)))
+    module.loss = lambda output, y: (output - output.mean(0)).square().sum(1)
+    assert code_of_users(module.net, module.sample_loss) == "the loss has code of its own"
 
 
 class Pruned(nn.Module):

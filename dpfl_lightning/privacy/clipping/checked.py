@@ -445,18 +445,29 @@ def _require_own_places(net: nn.Module, sample_loss: SampleLoss, passes: FixedPa
     finally:
         for p, values in zip(own, before, strict=True):
             p.data.copy_(values)
-    if not all(torch.equal(one, other) or _same_numbers(one, other) for one, other in zip(usual, changed, strict=True)):
+    if not _same_numbers(usual, changed):
+        if not _same_numbers(usual, gradients()):
+            raise _not_repeatable()
         raise UserError(
             "`model` must read its parameters where its modules hold them, got a gradient that depends on others. Look "
             "for parameters in lists, dictionaries, closures or default arguments: use nn.ParameterList, or methods."
         )
 
 
-def _same_numbers(one: Tensor, other: Tensor) -> bool:
+def _same_numbers(ones: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Return whether gradients are equal where they are numbers; kernels of a GPU may add in any order."""
-    if one.device.type == "cpu":
-        return bool(((one == other) | (one.isnan() & other.isnan())).all())
-    return torch.allclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True)
+    for one, other in zip(ones, others, strict=True):
+        same = ((one == other) | (one.isnan() & other.isnan())).all() if one.device.type == "cpu" else None
+        if not (torch.allclose(one, other, rtol=1e-3, atol=1e-6, equal_nan=True) if same is None else bool(same)):
+            return False
+    return True
+
+
+def _not_repeatable() -> UserError:
+    return UserError(
+        "`model` must give a record the same gradient in every pass, got another one later. Look for counters "
+        "and averages that the model keeps, and for random numbers that are not drawn by torch."
+    )
 
 
 def _require_repeatable(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> None:
@@ -467,10 +478,7 @@ def _require_repeatable(net: nn.Module, sample_loss: SampleLoss, passes: FixedPa
         batches = (take(passes.examples, rows) for rows in ([1], others, [1]))
         first, _, last = (clipped_sum(params, x, y, ClipRequest(1.0))[0] for x, y in batches)
     if first.device.type == "cpu" and not torch.equal(first, last):  # kernels of a GPU may add in any order
-        raise UserError(
-            "`model` must give a record the same gradient in every pass, got another one later. Look for counters "
-            "and averages that the model keeps, and for random numbers that are not drawn by torch."
-        )
+        raise _not_repeatable()
 
 
 def dropout_layers(net: nn.Module) -> list[nn.Module]:

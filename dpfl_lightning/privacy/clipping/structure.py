@@ -10,14 +10,17 @@ import functools
 import importlib
 import inspect
 import re
+import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.clipping.inputs import rows_each, take
 from dpfl_lightning.privacy.clipping.passes import Batch
 from dpfl_lightning.privacy.clipping.reference import Params, SampleLoss
@@ -51,6 +54,10 @@ LOSSES: frozenset[type[nn.Module]] = frozenset(
 #: classes of libraries whose `forward` was read: module -> (version that was read, names of classes)
 READ: dict[str, tuple[str, frozenset[str]]] = {
     "dpfl_lightning.models.nets": ("", frozenset({"BasicBlock", "InputTransform", "PersonalInput"})),
+    "peft.peft_model": ("0.21.2", frozenset({"PeftModelForSequenceClassification"})),
+    "peft.tuners.lora.model": ("0.21.2", frozenset({"LoraModel"})),
+    "peft.tuners.lora.layer": ("0.21.2", frozenset({"Linear"})),
+    "peft.utils.other": ("0.21.2", frozenset({"ModulesToSaveWrapper"})),
     "transformers.activations": ("5.24.0", frozenset({"GELUActivation"})),
     "transformers.models.bert.modeling_bert": (
         "5.24.0",
@@ -76,9 +83,18 @@ def code_of_users(net: nn.Module, sample_loss: SampleLoss | None) -> str:
         if not (_is_known(part) and _is_plain(part)):
             return f"`{name or 'net'}` ({type(part).__name__}) has a forward pass of its own"
     of_model = getattr(sample_loss, "__self__", None)
-    if sample_loss is None or getattr(of_model, "loss_is_known", False):
+    if sample_loss is None or (_is_ours(of_model) and of_model.loss_is_known):
         return ""
     return "the loss has code of its own"
+
+
+def _is_ours(model: Any) -> TypeGuard[Any]:
+    """Return whether a model is of a class of this package, of which no instance has functions of its own."""
+    own = any(callable(one) and not isinstance(one, nn.Module) for name, one in vars(model).items() if name in _LOSSES)
+    return type(model).__module__.startswith("dpfl_lightning.") and not own
+
+
+_LOSSES = ("loss", "sample_loss", "output", "batch_loss", "forward")
 
 
 def beside_records(net: nn.Module, sample_loss: SampleLoss, params: Params, examples: Batch) -> str:
@@ -89,23 +105,27 @@ def beside_records(net: nn.Module, sample_loss: SampleLoss, params: Params, exam
     Layers within classes of `READ` are left out: their forward pass was read.
     """
     wrong: list[str] = []
-    handles = []
+    counts, handles = [0], []
 
-    def hook(name: str, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        tensors = [one for one in (*args, *(output if isinstance(output, tuple) else (output,))) if _is_tensor(one)]
-        apart = bool(args) and _is_tensor(args[0]) and _keeps_apart(layer, args[0].dim())
-        if not apart or any(one.dim() < 1 or len(one) != counts[-1] for one in tensors[: len(args) + 1]):
+    def hook(name: str, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        inputs = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+        outputs = [one for one in (output if isinstance(output, tuple) else (output,)) if isinstance(one, Tensor)]
+        sizes = {one.shape[:1] for one in (*inputs, *outputs[:1])}
+        if not (inputs and _keeps_apart(layer, inputs[0].dim()) and sizes == {(counts[-1],)}):
             wrong.append(f"`{name or 'net'}` ({type(layer).__name__}) acts on other dimensions than those of a record")
 
-    counts = [0]
-    for name, layer in _outside_read(net):
-        handles.append(layer.register_forward_hook(functools.partial(hook, name)))
+    for name, layer in _looked_at(net, wrong):
+        handles.append(layer.register_forward_hook(functools.partial(hook, name), with_kwargs=True))
     try:
         for count in _COUNTS:
             x, y = take(examples, [*range(count)])
             counts.append(count * rows_each(x))
             with tensors_restored(net):
                 sample_loss(params, x, y)
+    except UserError:
+        raise
+    except Exception as error:  # such as shapes that fit single records alone
+        wrong.append(f"a batch of {count} records gives {type(error).__name__}")
     finally:
         for handle in handles:
             handle.remove()
@@ -118,23 +138,26 @@ _ELEMENTWISE = frozenset(
     | {nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh}
     | {nn.Tanhshrink, nn.Threshold, nn.Dropout}
 )
+_PADDINGS = ("zeros", "reflect", "replicate", "circular")
 _COUNTS = (2, 3)  # records of a batch, of which not both can be another dimension by chance
 _DIMENSIONS = re.compile(r"([123])d$")
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
+#: what a class of `READ` may have inside, on whatever dimensions it calls them; anything else is looked at
+_WITHIN_READ = frozenset(
+    {nn.Linear, nn.LayerNorm, nn.Dropout, nn.Embedding, nn.Identity, nn.Conv2d, nn.GroupNorm, nn.ModuleList, nn.Tanh}
+)
 
 
-def _outside_read(net: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers that compute, but not those within classes whose forward pass was read."""
-    if type(net) not in LAYERS:
-        return
-    if type(net) in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
-        for child, part in net.named_children():
-            yield from _outside_read(part, f"{name}.{child}".lstrip("."))
-    elif type(net) not in (nn.ParameterList, nn.ParameterDict):
+def _looked_at(net: nn.Module, wrong: list[str], name: str = "", read: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers whose inputs are looked at: all of them, but some within classes whose forward pass was read."""
+    kind = type(net)
+    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+    within = kind not in LAYERS or (read and kind in (*_WITHIN_READ, *_ELEMENTWISE))
+    if not within and kind not in containers and kind is not nn.modules.linear.NonDynamicallyQuantizableLinear:
         yield name, net
+    for child, part in net.named_children():
+        yield from _looked_at(part, wrong, f"{name}.{child}".lstrip("."), kind not in LAYERS or (read and within))
 
 
 def _keeps_apart(layer: nn.Module, dims: int) -> bool:
@@ -160,7 +183,9 @@ def _keeps_apart(layer: nn.Module, dims: int) -> bool:
     if kind is nn.UpsamplingBilinear2d:
         return dims == 4
     if (found := _DIMENSIONS.search(kind.__name__)) is not None:  # convolutions, pooling, padding, norms, dropout
-        return dims == int(found[1]) + 2
+        padded = given.get("_reversed_padding_repeated_twice", given.get("padding", 0))  # two for each dimension
+        fits = not isinstance(padded, tuple | list) or len(padded) <= 2 * int(found[1])
+        return fits and dims == int(found[1]) + 2 and given.get("padding_mode", "zeros") in _PADDINGS
     return dims >= 2 or kind in (nn.Embedding, nn.Identity) or kind in _ELEMENTWISE
 
 
@@ -172,11 +197,14 @@ def is_known_loss(loss: object) -> bool:
 
 def _is_known(part: nn.Module) -> bool:
     kind = type(part)
-    if kind in LAYERS:
+    if any(kind is one for one in LAYERS):  # a metaclass may say that it equals another
         return True
     version, names = READ.get(kind.__module__, ("", frozenset()))
     usual = getattr(getattr(part, "config", None), "_attn_implementation", None) in _ATTENTION
-    return usual and kind.__name__ in names and (not version or _version_of(kind) == version)
+    same = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
+    usual = usual and not getattr(part, "lora_variant", None)  # such as DoRA
+    usual = usual and all(type(one).__name__ == "LoraConfig" for one in getattr(part, "peft_config", {}).values())
+    return usual and same and kind.__name__ in names and (not version or _version_of(kind) == version)
 
 
 def _version_of(kind: type) -> str:
@@ -184,12 +212,22 @@ def _version_of(kind: type) -> str:
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """Return whether a module has no hooks, no functions of its instance, and tensors of torch's own types."""
+    """Return whether a module has no hooks, no functions of its instance, and values of plain types alone."""
     hooks = (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks)
-    given = (one for one in vars(part).values() if callable(one) and not isinstance(one, type | nn.Module))
-    replaced = any(not inspect.isroutine(one) or one not in _FUNCTIONS for one in given)
+    given = vars(part)
+    if any(hooks) or "forward" in given or not all(type(given[name]) is dict for name in _TABLES):
+        return False
+    of_torch = any(type(part) is one for one in (*LAYERS, *LOSSES))
+    for one in given.values():
+        function = inspect.isroutine(one) and one in _FUNCTIONS
+        if not function and (callable(one) or (of_torch and type(one) not in _PLAIN)):
+            return False
     tensors = (one for one in (*part._parameters.values(), *part._buffers.values()) if one is not None)
-    return not (any(hooks) or replaced) and all(type(one) in (Tensor, nn.Parameter) for one in tensors)
+    return all(type(one) in (Tensor, nn.Parameter) for one in tensors)
+
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+_PLAIN = frozenset({bool, int, float, str, type(None), tuple, list, dict, set, OrderedDict, torch.Size, torch.dtype})
 
 
 def _global_hooks() -> Iterator[object]:
