@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-
 from dpfl_lightning.data.formats import CifarFiles, IdxFiles, content_of
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.runtime.files import cache_folder, locked_folder
