@@ -90,7 +90,8 @@ def code_of_users(net: nn.Module, sample_loss: SampleLoss | None) -> str:
 
 def _is_ours(model: Any) -> TypeGuard[Any]:
     """Return whether a model is of a class of this package, of which no instance has functions of its own."""
-    own = any(callable(one) and not isinstance(one, nn.Module) for name, one in vars(model).items() if name in _LOSSES)
+    of_instance = getattr(model, "__dict__", {})
+    own = any(callable(one) and not isinstance(one, nn.Module) for name, one in of_instance.items() if name in _LOSSES)
     return type(model).__module__.startswith("dpfl_lightning.") and not own
 
 
