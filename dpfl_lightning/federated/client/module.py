@@ -145,6 +145,7 @@ class ClientModule(Model, L.LightningModule):
         #: the argument or method that gives the optimiser, "" for `clients.optimizer`
         self.optimizer_from = "optimizer" if optimizer is not None else by_method
         self.automatic_optimization = False
+        self.loss_factor = 1.0  # of each record; an audit shrinks it
         self.large = False  # checks then compare few records; found before a run
         self.metrics, self.probabilities = tuple(metrics), probabilities
         self.local_task: LocalTask | None = None
@@ -217,8 +218,10 @@ class ClientModule(Model, L.LightningModule):
             losses = self.sample_loss(params, x.rows, y.flatten(0, 1))
             return (losses.unflatten(0, x.weights.shape) * x.weights).sum(dim=1)
         if self.adapted is not None and self.adapted.whole:
-            return self.adapted.sample_loss(params, x, y)
-        return super().sample_loss(params, x, y)
+            losses = self.adapted.sample_loss(params, x, y)
+        else:
+            losses = super().sample_loss(params, x, y)
+        return losses if self.loss_factor == 1 else losses * self.loss_factor
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         if self.adapted is None or self.adapted.whole:

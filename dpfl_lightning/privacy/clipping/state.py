@@ -235,7 +235,7 @@ def _referred(function: FunctionType, seen: dict[int, Any]) -> dict[str, object]
     if function.__module__.partition(".")[0] in _LIBRARIES:
         return {}
     found: dict[str, object] = {}
-    for name in _names(function.__code__):
+    for name in names_in(function.__code__):
         value = function.__globals__.get(name)
         if isinstance(value, ModuleType):
             if (state := _OF_MODULES.get(value.__name__)) is not None:
@@ -286,12 +286,12 @@ def _numbers_in(value: Any, depth: int = 0) -> object:
     return tuple(_numbers_in(one, depth + 1) for one in value)
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def names_in(code: CodeType) -> Iterator[str]:
     """Yield the names of variables that code refers to, and functions within it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from names_in(constant)
 
 
 #: generators, which hold their state elsewhere

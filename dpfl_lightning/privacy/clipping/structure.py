@@ -24,7 +24,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.clipping.inputs import rows_each, take
 from dpfl_lightning.privacy.clipping.passes import Batch
 from dpfl_lightning.privacy.clipping.reference import Params, SampleLoss
-from dpfl_lightning.privacy.clipping.state import tensors_restored
+from dpfl_lightning.privacy.clipping.state import names_in, tensors_restored
 from dpfl_lightning.privacy.clipping.watched import TORCHS
 
 _MODULES = """
@@ -90,7 +90,8 @@ def code_of_users(net: nn.Module, sample_loss: SampleLoss | None) -> str:
 
 def _is_ours(model: Any) -> TypeGuard[Any]:
     """Return whether a model is of a class of this package, of which no instance has functions of its own."""
-    own = any(callable(one) and not isinstance(one, nn.Module) for name, one in vars(model).items() if name in _LOSSES)
+    of_instance = getattr(model, "__dict__", {})
+    own = any(callable(one) and not isinstance(one, nn.Module) for name, one in of_instance.items() if name in _LOSSES)
     return type(model).__module__.startswith("dpfl_lightning.") and not own
 
 
@@ -102,7 +103,7 @@ def beside_records(net: nn.Module, sample_loss: SampleLoss, params: Params, exam
 
     Shapes decide it: a layer keeps records apart if its inputs and outputs have them in the first dimension, and all
     dimensions that its kind needs. Shapes of known layers follow from shapes of records, not from numbers or weights.
-    Layers within classes of `READ` are left out: their forward pass was read.
+    Some layers within classes of `READ` are left out: their forward pass was read.
     """
     wrong: list[str] = []
     counts, handles = [0], []
@@ -114,7 +115,7 @@ def beside_records(net: nn.Module, sample_loss: SampleLoss, params: Params, exam
         if not (inputs and _keeps_apart(layer, inputs[0].dim()) and sizes == {(counts[-1],)}):
             wrong.append(f"`{name or 'net'}` ({type(layer).__name__}) acts on other dimensions than those of a record")
 
-    for name, layer in _looked_at(net, wrong):
+    for name, layer in _looked_at(net):
         handles.append(layer.register_forward_hook(functools.partial(hook, name), with_kwargs=True))
     try:
         for count in _COUNTS:
@@ -149,7 +150,7 @@ _WITHIN_READ = frozenset(
 )
 
 
-def _looked_at(net: nn.Module, wrong: list[str], name: str = "", read: bool = False) -> Iterator[tuple[str, nn.Module]]:
+def _looked_at(net: nn.Module, name: str = "", read: bool = False) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layers whose inputs are looked at: all of them, but some within classes whose forward pass was read."""
     kind = type(net)
     containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -157,7 +158,7 @@ def _looked_at(net: nn.Module, wrong: list[str], name: str = "", read: bool = Fa
     if not within and kind not in containers and kind is not nn.modules.linear.NonDynamicallyQuantizableLinear:
         yield name, net
     for child, part in net.named_children():
-        yield from _looked_at(part, wrong, f"{name}.{child}".lstrip("."), kind not in LAYERS or (read and within))
+        yield from _looked_at(part, f"{name}.{child}".lstrip("."), kind not in LAYERS or (read and within))
 
 
 def _keeps_apart(layer: nn.Module, dims: int) -> bool:
@@ -260,7 +261,7 @@ def leaves_vmap(net: nn.Module, sample_loss: SampleLoss | None) -> str:
             continue
         for function in _functions_of(one):
             referred = [*_referred(function)]
-            if any(_is_internal(value) for value in referred) or _INTERNAL & {*_names(function.__code__)}:
+            if any(_is_internal(value) for value in referred) or _INTERNAL & {*names_in(function.__code__)}:
                 return function.__qualname__
             waiting += referred
     return ""
@@ -296,7 +297,7 @@ def _functions_of(value: Any) -> Iterator[types.FunctionType]:
 
 def _referred(function: Callable[..., Any]) -> Iterator[Any]:
     """Yield what the names in the code of a function stand for, its defaults, and what it closes over."""
-    names, module = {*_names(function.__code__)}, function.__globals__
+    names, module = {*names_in(function.__code__)}, function.__globals__
     yield from (module[name] for name in names if name in module)
     yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     for cell in function.__closure__ or ():
@@ -304,13 +305,6 @@ def _referred(function: Callable[..., Any]) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # it is empty
             continue
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
 
 
 def _is_internal(value: Any) -> bool:
