@@ -128,7 +128,7 @@ def test_a_run_built_in_python_goes_on_in_python(tmp_path, refused, make_loop, c
     loop = make_loop(parts=[Progress()], output_dir=tmp_path / "run", rounds=2)
     loop.run()
     text = capsys.readouterr().out
-    assert "dpfl_lightning.commands.evaluate" not in text
+    assert "dpfl_lightning evaluate" not in text
     (line,) = re.findall(r"(net\.load_state_dict.*)  \(in Python\)", text)
     net = copy.deepcopy(loop.module.net)
     exec(line, {"torch": torch, "net": net})

@@ -154,12 +154,12 @@ def statuses(folder: Path) -> list[str]:
 @pytest.mark.parametrize("engine", ["fast", pytest.param("trainer", marks=pytest.mark.slow)])
 def test_a_stopped_run_is_saved_and_names_the_command_that_resumes_it(engine, tmp_path):
     words = ["--config", str(ROOT / "conf" / "digits.yaml"), "--engine.name", engine]
-    words = ["dpfl_lightning.commands.fit", *words, "--rounds", "500", "--output_dir", "run"]
+    words = ["dpfl_lightning", "fit", *words, "--rounds", "500", "--output_dir", "run"]
     process = begun(words, tmp_path, "run/checkpoint.before.pt")  # after a first round, however slow the machine
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err.splitlines()[-1]) == (143, "stopped by SIGTERM"), err
-    assert "interrupted; resume with: python -m dpfl_lightning.fit --resume run" in out
+    assert "interrupted; resume with: python -m dpfl_lightning fit --resume run" in out
     assert statuses(tmp_path) == ["KILLED"] and "Traceback" not in err
     finished = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["round"]
     assert len(read_ledger(tmp_path / "run" / "ledger.jsonl")) == 5 * finished > 0, "no paid round is lost"
@@ -179,7 +179,7 @@ def test_no_signal_leaves_a_run_running_or_one_that_cannot_be_resumed(number, co
     """One signal or five, at the start, in a round, or while the end is written: saved, marked, one line."""
     config = ["--config", str(ROOT / "conf" / "digits.yaml"), "--output_dir", "run"]
     rounds = "500" if moment == "middle" else "3"
-    process = begun(["dpfl_lightning.commands.fit", *config, "--rounds", rounds], tmp_path, MOMENTS[moment])
+    process = begun(["dpfl_lightning", "fit", *config, "--rounds", rounds], tmp_path, MOMENTS[moment])
     for _ in range(count):
         if process.poll() is None:
             process.send_signal(number)
@@ -192,7 +192,7 @@ def test_no_signal_leaves_a_run_running_or_one_that_cannot_be_resumed(number, co
     if not (tmp_path / "run" / "options.yaml").is_file():  # before the ledger: nothing is charged, and nothing is left
         assert moment == "start" and statuses(tmp_path) == []
     elif rounds == "3":
-        process = begun(["dpfl_lightning.commands.fit", "--resume", "run", "--quiet"], tmp_path, "run/options.yaml")
+        process = begun(["dpfl_lightning", "fit", "--resume", "run", "--quiet"], tmp_path, "run/options.yaml")
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0 and statuses(tmp_path) == ["FINISHED"], err
     else:
@@ -205,7 +205,7 @@ def test_a_stopped_search_is_saved_and_leaves_no_worker_behind(tmp_path):
     raw = {**SMALL, "tracking": {"uri": f"sqlite:///{tmp_path}/mlflow.db"}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(raw))
     words = shlex.split("--config mine.yaml --output_dir out --workers 2 --sweep.trials 500 --sweep.training.epochs 5")
-    process = begun(["dpfl_lightning.commands.sweep", *words], tmp_path, "out/study.db")
+    process = begun(["dpfl_lightning", "sweep", *words], tmp_path, "out/study.db")
     for _ in range(2):
         while "trial " not in process.stdout.readline():
             assert process.poll() is None
@@ -219,8 +219,8 @@ def test_a_stopped_search_is_saved_and_leaves_no_worker_behind(tmp_path):
 
 # of a private search with two trials at once, and of a run on two ranks, that would charge for minutes
 PARTS = {
-    "search": "dpfl_lightning.commands.sweep --config mine.yaml --output_dir out --workers 2 --rounds 1000",
-    "ranks": "torch.distributed.run --standalone --nproc_per_node 2 -m dpfl_lightning.fit --config digits "
+    "search": "dpfl_lightning sweep --config mine.yaml --output_dir out --workers 2 --rounds 1000",
+    "ranks": "torch.distributed.run --standalone --nproc_per_node 2 -m dpfl_lightning fit --config digits "
     "--rounds 5000 --tracking null --output_dir out",
 }
 

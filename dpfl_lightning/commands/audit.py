@@ -64,7 +64,3 @@ def chosen_clients(words: str | None, population: Population) -> list[int] | Non
     for name in (chosen := words.split(",")):
         require(name in names, "--for_clients", f"be all, or clients of {known}", words, nearest(name, names))
     return list(dict.fromkeys(map(names.index, chosen)))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(None))

@@ -143,7 +143,3 @@ def _run_text(planned: Sequence[ClientPlan], names: Sequence[str], persons: Sequ
     if len(weakest.schedule.planned) > 1:
         parts.append(f"Schedule of client {names[planned.index(weakest)]}, which has it:\n{schedule_text(weakest)}")
     return "\n".join(parts)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(None))

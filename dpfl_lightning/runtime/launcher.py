@@ -39,7 +39,7 @@ def invocation(command: str, launcher: str = "python") -> str:
     """Return how to call a command, for printed command lines: by `dpfl` if this process was started by it.
 
     >>> invocation("evaluate"), invocation("fit", "torchrun ...")
-    ('python -m dpfl_lightning evaluate', 'torchrun ... -m dpfl_lightning.fit')
+    ('python -m dpfl_lightning evaluate', 'torchrun ... -m dpfl_lightning fit')
     """
     by_script = launcher == "python" and Path(sys.argv[0]).stem == "dpfl"
     return f"dpfl {command}" if by_script else f"{launcher} -m dpfl_lightning {command}"

@@ -58,7 +58,7 @@ def test_every_finished_cell_is_declared_and_has_the_options_that_made_it():
         waiting = isinstance(spec(cell), Training) and waits(cell)  # its table shows it if it has the chosen setting
         assert isinstance(spec(cell), Computation) or waiting or content["declared"] == declaration(cell), path
         _, _, program, *words = shlex.split(content["command"])
-        if program == "dpfl_lightning.commands.fit":
+        if program == "dpfl_lightning.fit":
             made, declared = dataclasses.asdict(load(words)[0]), dataclasses.asdict(options(cell))
             differing = {key for key in made if key != "tracking" and made[key] != declared[key]}
             assert differing <= {"privacy"}, (path, differing)
