@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import unicodedata
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,42 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from dpfl_lightning.data.frames import MARKERS, Table, as_text, require_columns
+from dpfl_lightning.data.frames import Table, require_columns
+from dpfl_lightning.data.ids import ids_of
 from dpfl_lightning.errors import require, warn_user
 
 NOBODY = -1  # the code of records that are of no client, such as a test set
-_MISSING = ("", "<na>", "nat", *MARKERS)
-
-
-def ids_of(given: Any, count: int, where: str) -> list[str]:
-    """Return the id of each record's person as text: 7 and 7.0 are one, and so are "7" and " 7", but not "07".
-
-    Raises UserError if one is missing, or if numbers and texts are mixed: 7 may be what a reader made of "07".
-    """
-    must, listed = f"name a person for each of the {count} records", not isinstance(given, str | Mapping | Set)
-    require(listed and isinstance(given, Iterable), where, must, type(given).__name__)
-    values = given.tolist() if hasattr(given, "tolist") else list(given)
-    ids = [unicodedata.normalize("NFC", as_text(one).strip()) for one in values]
-    require(len(ids) == count, where, must, len(ids))
-    missing = sum(one.lower() in _MISSING for one in ids)
-    advice = "Leave these records out, or give each an id of its own."
-    require(missing == 0, where, must, f"{missing} without one", advice)
-    kinds = {isinstance(one, str) for one in values}
-    must, advice = "have ids of one kind", "Read them as text: 7 may have been 07, which is another person."
-    require(len(kinds) < 2, where, must, "numbers and texts", advice)
-    most = _most_exact(given)
-    exact = all(abs(one) < most for one in values if isinstance(one, float))
-    got = f"floating numbers above 2^{most.bit_length() - 1}"
-    require(exact, where, "have exact ids", got, "Read them as text.")
-    return ids
-
-
-def _most_exact(given: Any) -> int:
-    """Return up to which number floating numbers of this kind tell whole numbers apart."""
-    if isinstance(given, Tensor) and given.is_floating_point():
-        return int(2 / torch.finfo(given.dtype).eps)
-    kind = getattr(given, "dtype", None)
-    return int(2 / np.finfo(kind).eps) if isinstance(kind, np.dtype) and kind.kind == "f" else 2**53
 
 
 def ids_in(table: Table, column: str) -> list[str]:

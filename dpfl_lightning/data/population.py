@@ -26,6 +26,7 @@ from dpfl_lightning.data.frames import (
 )
 from dpfl_lightning.data.given import Classes, Source, check_range, check_rows, check_same_form
 from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_labels
+from dpfl_lightning.data.ids import ids_of
 from dpfl_lightning.data.images import image_folders
 from dpfl_lightning.data.lazy import LazyInputs, coins, scanned
 from dpfl_lightning.data.loaders import warn_of_batch_sizes
@@ -427,7 +428,7 @@ class Population:
             return population
         if test is not None:
             of_test = people.attribute(test, persons) if isinstance(persons, str) else test_persons
-            of_test = None if of_test is None else people.ids_of(of_test, len(ys[-1]), "test_persons")
+            of_test = None if of_test is None else ids_of(of_test, len(ys[-1]), "test_persons")
             people.check_test_persons(of_test, ids, is_held_out)
         persons = people.with_nobody(torch.cat([people.codes(one) for one in ids]), len(y))
         return dataclasses.replace(population, persons=persons, schema={**schema, "person": True})

@@ -1,6 +1,8 @@
 """Persons with several records: their records stay together, and their ids stay with the client."""
 
 import re
+import warnings
+from decimal import Decimal
 
 import lightning as L
 import numpy as np
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpfl_lightning import Population
 from dpfl_lightning.data import load
+from dpfl_lightning.data.ids import ids_of
 from dpfl_lightning.errors import UserError, UserNotice
 
 PATIENTS, EACH = 150, 6
@@ -237,3 +240,58 @@ def test_ids_in_files_are_read_as_they_are_written(tmp_path):
 def test_ids_that_may_be_those_of_others_are_refused(ids, words):
     with pytest.raises(UserError, match=re.escape(words)):
         Population.from_datasets([(torch.zeros(2, 1), torch.zeros(2).long())], persons=[ids], num_classes=2)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        (["A1", "A1\0"], "have ids that differ visibly, got '1 that are written in several ways"),
+        (["A1", "A\u200b1"], "have ids that differ visibly"),
+        (["A 1", "A\u00a01"], "have ids that differ visibly"),
+        (["17", "\uff11\uff17"], "have ids that differ visibly"),
+        (["a17", "A17"], "have ids that differ visibly"),
+        (["1.23457E+12", "1.23458E+12"], "have exact ids, got '2 with an exponent"),
+        (["1,23457E+12", "7"], "have exact ids, got '1 with an exponent"),
+        (["1234567890123450000", "1234567890123460000"], "have exact ids, got '2 with zeros after 15 digits'"),
+        (["unbekannt", "P1"], "got '1 without one'"),
+        (["Inconnu", "P1"], "got '1 without one'"),
+        (["keine Angabe", "P1"], "got '1 without one'"),
+        (pandas.Series([2.0**24, 1], dtype="Float32"), "got 'floating numbers above 2^24'"),
+        ([np.float32(2**24), np.float32(1)], "got 'floating numbers above 2^24'"),
+    ],
+)
+def test_ids_that_merge_or_split_persons_are_refused(ids, words):
+    with pytest.raises(UserError, match=re.escape(words)):
+        ids_of(ids, 2, "person")
+
+
+def test_ids_of_a_pyarrow_column_of_float32_are_refused():
+    pyarrow = pytest.importorskip("pyarrow")
+    for ids in (pyarrow.array([2.0**24, 1], pyarrow.float32()), pandas.Series([2.0**24, 1], dtype="float[pyarrow]")):
+        with pytest.raises(UserError, match=re.escape("got 'floating numbers above 2^24'")):
+            ids_of(ids, 2, "person")
+
+
+def test_ids_that_float32_has_rounded_earlier_are_refused():
+    true = 123_456_789 + 137 * np.arange(40)
+    assert len(set(ids_of(true, 40, "person"))) == 40
+    rounded = true.astype(np.float32).astype(np.float64)
+    for column in (rounded, rounded.astype(np.int64)):
+        with pytest.raises(UserError, match="numbers that float32 has rounded"):
+            ids_of(column, 40, "person")
+
+
+def test_ids_of_one_number_are_one_person():
+    assert set(ids_of([Decimal("7"), Decimal("7.0"), 7, 7.0, np.float32(7)], 5, "person")) == {"7"}
+    assert ids_of([" P7", "P7 ", "P7"], 3, "person") == ["P7"] * 3
+    assert ids_of(["\uff11\uff17", "P\u200b2"], 2, "person") == ["17", "P2"]  # equal at sites that write them otherwise
+    assert ids_of([0, 1, 2], 3, "person") == ["0", "1", "2"]
+
+
+def test_one_id_with_far_more_rows_than_all_others_is_said():
+    several = [f"P{number // 5}" for number in range(100)]
+    with pytest.warns(UserNotice, match="20 rows have one id, and no other id has more than 5"):
+        ids_of([*several, *["P999"] * 20], 120, "person")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ids_of([*several, *["P999"] * 12], 112, "person")

@@ -1,0 +1,129 @@
+"""Ids of persons as their owner means them: one text for each person, and no two persons under one text."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from decimal import Decimal
+from numbers import Number
+from typing import Any
+
+import numpy as np
+from torch import Tensor, finfo
+
+from dpfl_lightning.data.frames import MARKERS, as_text
+from dpfl_lightning.errors import require, warn_user
+
+#: what is written where nobody knows the person: all such rows would be those of one
+_NOBODY_KNOWN = frozenset(
+    """
+    <na> nat ?? -- --- xx xxx
+    unbekannt unbek anonym ohne keine keiner kein fehlt leer inconnu inconnue anonyme sans aucun aucune
+    desconocido desconocida anonimo anónimo ninguno sconosciuto sconosciuta ignoto nessuno desconhecido desconhecida
+    onbekend okänd ukjent ukendt tuntematon nieznany neznámý neznámy ismeretlen anonymous anon unidentified
+    """.split()
+) | {*MARKERS, "", "keine angabe", "not known", "not available", "not applicable", "no id", "no data", "john doe"}
+_EXPONENT = re.compile(r"[+-]?\d+([.,]\d+)?[eE]\+\d+|[+-]?\d[.,]\d+[eE]\d+")  # a spreadsheet has cut digits off
+_DIGITS_KEPT = 15  # of a number, by a spreadsheet
+_FEWEST_ROUNDED = 8  # ids; each is a rounded one by chance with probability 1/2 or less
+_MANY_ROWS = 10  # of a person, who has `_TIMES_MORE` as many as any other one
+_TIMES_MORE = 4
+
+
+def ids_of(given: Any, count: int, where: str) -> list[str]:
+    """Return the id of each record's person as text: 7, 7.0 and Decimal("7.0") are one, and so are "7" and " 7".
+
+    Texts are compared after NFKC and without signs that cannot be seen. Raises UserError if one is missing, if texts
+    differ in case, width or invisible signs alone, if numbers and texts are mixed (7 may be what a reader made of
+    "07"), and if a spreadsheet or a floating dtype has rounded them.
+    """
+    must, listed = f"name a person for each of the {count} records", not isinstance(given, str | Mapping | Set)
+    require(listed and isinstance(given, Iterable), where, must, type(given).__name__)
+    values = given.tolist() if hasattr(given, "tolist") else list(given)
+    written = [_as_written(value) for value in values]
+    canonical = {text: _canonical(text) for text in set(written)}
+    ids = [canonical[text] for text in written]
+    require(len(ids) == count, where, must, len(ids))
+    missing = sum(text.casefold() in _NOBODY_KNOWN for text in ids)
+    advice = "Leave these records out, or give each an id of its own."
+    require(missing == 0, where, must, f"{missing} without one", advice)
+    kinds = {isinstance(value, str) for value in values}
+    must, advice = "have ids of one kind", "Read them as text: 7 may have been 07, which is another person."
+    require(len(kinds) < 2, where, must, "numbers and texts", advice)
+    _require_exact(given, values, ids, where)
+    _require_apart(written, ids, where)
+    _warn_of_many_rows(ids, where)
+    return ids
+
+
+def _as_written(value: Any) -> str:
+    """Return an id without spaces around it; whole numbers of any type have no decimal point."""
+    if isinstance(value, Number) and not isinstance(value, bool | np.bool_ | complex | int):
+        number = value if isinstance(value, Decimal) else float(value)  # type: ignore[arg-type]
+        is_whole = number == number and abs(number) != float("inf") and number == int(number)
+        return str(int(number)) if is_whole else str(value)
+    return as_text(value).strip()
+
+
+def _canonical(text: str) -> str:
+    """Return a text after NFKC, without control and format characters such as NUL and zero-width spaces."""
+    normal = unicodedata.normalize("NFKC", text)
+    return "".join(sign for sign in normal if unicodedata.category(sign) not in ("Cc", "Cf")).strip()
+
+
+def _require_apart(written: Sequence[str], ids: Sequence[str], where: str) -> None:
+    """Raise UserError if texts that differ would be one person, or look as if they were."""
+    forms: dict[str, set[str]] = {}
+    for text, one in set(zip(written, ids, strict=True)):
+        forms.setdefault(one.casefold(), set()).add(text)
+    alike = sum(len(texts) > 1 for texts in forms.values())
+    got = f"{alike} that are written in several ways, which differ in case, width or invisible signs alone"
+    advice = "Write each person's id in one way, or change one of two persons' ids."
+    require(alike == 0, where, "have ids that differ visibly", got, advice)
+
+
+def _require_exact(given: Any, values: Sequence[Any], ids: Sequence[str], where: str) -> None:
+    """Raise UserError if numbers were rounded: by a floating dtype, also an earlier one, or by a spreadsheet."""
+    must, advice = "have exact ids", "Read them as text."
+    most = _most_exact(given)
+    for value in values:
+        if isinstance(value, float | np.floating):
+            limit = min(most, _of_dtype(value.dtype)) if isinstance(value, np.floating) else most
+            got = f"floating numbers above 2^{limit.bit_length() - 1}"
+            require(abs(value) < limit, where, must, got, advice)
+    numbers = {int(text) for text in ids if re.fullmatch(r"\d{1,18}", text)} if len(ids) else set()
+    large = [number for number in numbers if number >= 2**24]
+    rounded = len(large) >= _FEWEST_ROUNDED and all(int(np.float32(number)) == number for number in large)
+    require(not rounded, where, must, "numbers that float32 has rounded", "Read them as text from the first file on.")
+    cut = sum(bool(_EXPONENT.fullmatch(text)) for text in ids)
+    advice = "A spreadsheet has cut their digits off: export the column as text."
+    require(cut == 0, where, must, f"{cut} with an exponent, as in 1.23E+12", advice)
+    long = {text for text in ids if text.isdigit() and len(text) > _DIGITS_KEPT}
+    zeros = len(long) > 1 and all(set(text[_DIGITS_KEPT:]) == {"0"} for text in long)
+    require(not zeros, where, must, f"{len(long)} with zeros after {_DIGITS_KEPT} digits", advice)
+
+
+def _most_exact(given: Any) -> int:
+    """Return up to which number floating numbers of this kind tell whole numbers apart."""
+    if isinstance(given, Tensor) and given.is_floating_point():
+        return int(2 / finfo(given.dtype).eps)
+    kind = getattr(given, "dtype", None)
+    kind = getattr(kind, "numpy_dtype", kind)  # of pandas' and pyarrow's types
+    if str(getattr(given, "type", "")) in ("float", "halffloat"):  # of a pyarrow array
+        kind = np.dtype(np.float32 if str(given.type) == "float" else np.float16)
+    return _of_dtype(kind) if isinstance(kind, np.dtype) and kind.kind == "f" else 2**53
+
+
+def _of_dtype(kind: np.dtype[Any]) -> int:
+    return int(2 / np.finfo(kind).eps)
+
+
+def _warn_of_many_rows(ids: Sequence[str], where: str) -> None:
+    """Tell the owner of the records if one id has far more rows than any other, as a word for nobody has."""
+    counts = Counter(ids).most_common(2)
+    if len(counts) == 2 and counts[0][1] >= max(_MANY_ROWS, _TIMES_MORE * counts[1][1]):
+        (_, most), (_, next_most) = counts
+        fact = f"{most} rows have one id, and no other id has more than {next_most}"
+        warn_user(f"{where}: {fact}: if it stands for persons who are not known, give each row an id of its own")
