@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import numpy as np
 
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.config.yaml_text import inline
+from dpfl_lightning.data.id_names import names_identifier, names_persons
 from dpfl_lightning.errors import UserError, nearest, require, warn_user
 
 if TYPE_CHECKING:
@@ -24,17 +24,14 @@ if TYPE_CHECKING:
 _OF_LINES = ("skiprows", "skipfooter")
 _READ = ("sep", "decimal", "thousands", "encoding", "na_values", "keep_default_na", "date_format", *_OF_LINES)
 MARKERS = ("?", "-", ".", "na", "n/a", "n.a.", "k.a.", "nan", "null", "none", "missing", "unknown")
-OF_A_PERSON = re.compile(
-    r"(patient(en)?|pat|person(en)?|subject|participant|proband(en)?)"
-    r"[_ .-]?(id|nr|no|num|number|nummer|key|code)?|mrn|pid"
-)
-_OF_AN_IDENTIFIER = re.compile(r"(^|[_ .-])(id|nr|no|num|number|mrn|key|code)$|^(id|mrn)")
+NO_PERSON = "none"  # as `person`: each row is another person
 OF_A_TABLE = ("read", "replace", "rename")
 MOST_CATEGORIES = 20  # of a column of texts; identifiers and free text have more
 MOST_FOOTERS = 3  # rows below a table that are recognised
 MARK_WORDS = {"thousands": "separators of thousands", "decimal": "decimal commas"}
 _MOST_FORMS = 8  # of texts in a column of numbers
 _LONGEST_FORM = 14  # characters
+_FEWEST_RUNNING = 50  # rows in which measurements are no running numbers by chance
 _MOST_SCALE = 100  # of a column, in units of the other columns
 _FAR = 20  # deviations from the mean: of any column with this mean and deviation, at most 1/400 of the values
 _MOST_FAR = 0.1  # of the values; scales of textbooks are often a median and quartiles, and tails are heavy
@@ -410,10 +407,13 @@ class Columns:
             return [(column == value).to_numpy(np.float32) for value in known]
         numeric = pandas.api.types.is_numeric_dtype(column) and not pandas.api.types.is_complex_dtype(column)
         require(numeric, here, "hold numbers", *not_numeric(column, table))
-        plain = name not in self.scale and name not in self.dates and len(column) > 20
-        must, advice = "hold measurements if it has no scale", "Leave it out of features, by drop, or write its scale."
-        got = "whole numbers as an identifier has"
-        require(not (plain and is_identifier(column)), here, must, got, advice)
+        if name not in self.dates and len(column) > 20:
+            scaled, got = name in self.scale, "whole numbers as an identifier has"
+            must = "hold measurements" + " if it has no scale" * (not scaled)
+            advice = "Leave it out of features, by drop" + ", or write its scale" * (not scaled) + "."
+            require(not is_identifier(column, scaled), here, must, got, advice)
+            if scaled and may_name_persons(column):
+                warn_user(f"{here} has {got}: if it names persons, write person: {name}, or drop it")
         values, measured = column.to_numpy(np.float64), ~gaps
         advice = f"Write replace: {{{name}: {{.inf: ...}}}}, or the mark of a missing value into read: {{na_values}}."
         require(bool(np.isfinite(values).all()), here, "be finite", "infinity", advice)
@@ -465,18 +465,37 @@ def _warn_of_marks(values: np.ndarray, written: Series, here: str) -> None:
             warn_user(f"{here} is {found}: if it marks a missing one, write {way_out}")
 
 
-def is_identifier(column: Series) -> bool:
+def is_identifier(column: Series, has_scale: bool = False) -> bool:
     """Whether whole numbers, of which nearly every row has another one, are running, long, or called an identifier.
 
-    Those of a column that is called a person's may repeat.
+    Those of a column that is called a person's may repeat. A column that `has_scale` may have large numbers.
     """
-    values, name = column.dropna(), str(column.name).lower()
+    values = column.dropna()
     if len(values) < 2 or (values != values.round()).any():
         return False
     if values.nunique() <= 0.9 * len(values):
-        return bool(OF_A_PERSON.fullmatch(name)) and values.nunique() > MOST_CATEGORIES
+        return names_persons(column.name) and values.nunique() > MOST_CATEGORIES
     running = values.max() - values.min() < 2 * len(values)
-    return bool(running or values.abs().max() >= 1e6 or _OF_AN_IDENTIFIER.search(name))
+    if has_scale:
+        return bool((running and len(values) >= _FEWEST_RUNNING) or names_persons(column.name))
+    return bool(running or values.abs().max() >= 1e6 or names_identifier(column.name))
+
+
+def may_name_persons(column: Series) -> bool:
+    """Whether whole numbers of one length, of at least five digits, are different in most rows, as those of ids are."""
+    values = column.dropna()
+    if len(values) <= MOST_CATEGORIES or (values != values.round()).any() or values.min() < 10_000:
+        return False
+    return bool(2 * values.nunique() > len(values) and len({len(str(int(one))) for one in values.unique()}) == 1)
+
+
+def require_persons_stated(frame: DataFrame, key: str) -> None:
+    """Raise UserError if rows repeat in a column that names persons: a guarantee for rows is less than it seems."""
+    named = [name for name in frame if names_persons(name) and frame[name].nunique() > 1]
+    several = [str(name) for name in named if frame[name].dropna().duplicated().any()]
+    advice = f"Write person: {several[0]}, or person: none if each row is another person." if several else ""
+    got = f"null, although values of {', '.join(several)} repeat" if several else ""
+    require(not several, f"{key}: person", "name the column with the id of each row's person", got, advice)
 
 
 def _warn_of_copies(table: Table, person: str | None) -> None:
@@ -588,7 +607,7 @@ def not_numeric(column: Series, table: Table) -> tuple[str, str]:
         advice = f"Name words for a missing value in read: {{na_values: {words}}}, " if words else "Write "
         advice += f"others by replace: {{{column.name}: {{'<5': 2.5}}}}, or numbers alone into the file."
         return f"numbers beside {', '.join(map(repr, forms[:3]))}", advice
-    if OF_A_PERSON.fullmatch(str(column.name).lower()):
+    if names_persons(column.name):
         return "ids of persons", f"Write person: {column.name}, or leave the column out of features."
     if texts.nunique() > MOST_CATEGORIES:
         return "many different texts", "Identifiers and free text are like that: leave the column out of features."

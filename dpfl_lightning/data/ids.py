@@ -17,14 +17,23 @@ from dpfl_lightning.data.frames import MARKERS, as_text
 from dpfl_lightning.errors import require, warn_user
 
 #: what is written where nobody knows the person: all such rows would be those of one
-_NOBODY_KNOWN = frozenset(
-    """
-    <na> nat ?? -- --- xx xxx
-    unbekannt unbek anonym ohne keine keiner kein fehlt leer inconnu inconnue anonyme sans aucun aucune
-    desconocido desconocida anonimo anónimo ninguno sconosciuto sconosciuta ignoto nessuno desconhecido desconhecida
-    onbekend okänd ukjent ukendt tuntematon nieznany neznámý neznámy ismeretlen anonymous anon unidentified
-    """.split()
-) | {*MARKERS, "", "keine angabe", "not known", "not available", "not applicable", "no id", "no data", "john doe"}
+_WORDS = """
+<na> nat ?? -- --- xx xxx
+unbekannt unbek anonym ohne keine keiner kein fehlt leer inconnu inconnue anonyme sans aucun aucune
+desconocido desconocida anonimo anónimo ninguno sconosciuto sconosciuta ignoto nessuno desconhecido desconhecida
+onbekend okänd ukjent ukendt tuntematon nieznany neznámý neznámy ismeretlen anonymous anon unidentified
+"""
+_NOBODY_KNOWN = {
+    *_WORDS.split(),
+    *MARKERS,
+    "",
+    "keine angabe",
+    "not known",
+    "not available",
+    "not applicable",
+    "no id",
+    "no data",
+}
 _EXPONENT = re.compile(r"[+-]?\d+([.,]\d+)?[eE]\+\d+|[+-]?\d[.,]\d+[eE]\d+")  # a spreadsheet has cut digits off
 _DIGITS_KEPT = 15  # of a number, by a spreadsheet
 _FEWEST_ROUNDED = 8  # ids; each is a rounded one by chance with probability 1/2 or less
@@ -90,9 +99,9 @@ def _require_exact(given: Any, values: Sequence[Any], ids: Sequence[str], where:
     most = _most_exact(given)
     for value in values:
         if isinstance(value, float | np.floating):
-            limit = min(most, _of_dtype(value.dtype)) if isinstance(value, np.floating) else most
-            got = f"floating numbers above 2^{limit.bit_length() - 1}"
-            require(abs(value) < limit, where, must, got, advice)
+            exact = min(most, _of_dtype(value.dtype)) if isinstance(value, np.floating) else most
+            got = f"floating numbers above 2^{exact.bit_length() - 1}"
+            require(abs(float(value)) < exact, where, must, got, advice)
     numbers = {int(text) for text in ids if re.fullmatch(r"\d{1,18}", text)} if len(ids) else set()
     large = [number for number in numbers if number >= 2**24]
     rounded = len(large) >= _FEWEST_ROUNDED and all(int(np.float32(number)) == number for number in large)
@@ -122,8 +131,8 @@ def _of_dtype(kind: np.dtype[Any]) -> int:
 
 def _warn_of_many_rows(ids: Sequence[str], where: str) -> None:
     """Tell the owner of the records if one id has far more rows than any other, as a word for nobody has."""
-    counts = Counter(ids).most_common(2)
-    if len(counts) == 2 and counts[0][1] >= max(_MANY_ROWS, _TIMES_MORE * counts[1][1]):
-        (_, most), (_, next_most) = counts
+    counts: list[int] = [count for _, count in Counter(ids).most_common(2)]
+    if len(counts) == 2 and counts[0] >= max(_MANY_ROWS, _TIMES_MORE * counts[1]):
+        most, next_most = counts
         fact = f"{most} rows have one id, and no other id has more than {next_most}"
         warn_user(f"{where}: {fact}: if it stands for persons who are not known, give each row an id of its own")

@@ -19,13 +19,14 @@ from dpfl_lightning.data.frames import (
     MARKERS,
     MOST_CATEGORIES,
     MOST_FOOTERS,
-    OF_A_PERSON,
     Table,
     is_identifier,
+    may_name_persons,
     not_numeric,
     number_marks,
     without_zone,
 )
+from dpfl_lightning.data.id_names import names_persons
 from dpfl_lightning.errors import require
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def likely_label(columns: list[Column]) -> str | None:
 
 def likely_person(columns: list[Column]) -> str | None:
     """Return the only column whose name is one of a person's identifier, or None."""
-    named = [one.name for one in columns if OF_A_PERSON.fullmatch(one.name.lower())]
+    named = [one.name for one in columns if names_persons(one.name)]
     return named[0] if len(named) == 1 else None
 
 
@@ -232,7 +233,7 @@ def _described(column: Series, forms: list[str], table: Table) -> Column:
     if values.empty:
         return Column(name, "other", "no value in any row")
     several = 2 <= values.nunique() <= 10
-    if OF_A_PERSON.fullmatch(name.lower()):
+    if names_persons(name):
         most = values.value_counts().max()
         return Column(name, "other", f"{values.nunique()} persons with at most {most} rows each{after}")
     if forms:
@@ -243,6 +244,10 @@ def _described(column: Series, forms: list[str], table: Table) -> Column:
         whole = bool((values == values.round()).all())
         if identifier and is_identifier(column):
             return Column(name, "other", "another whole number in nearly every row, as an identifier has")
+        if may_name_persons(column):
+            rows = values.value_counts().max()
+            fact = f"{values.nunique()} whole numbers of one length in at most {rows} rows each, as ids of persons have"
+            return Column(name, "other", fact + after)
         if several and whole:
             return Column(name, "number", _counted(values) + after, may_be_label=True, values=_different(values))
         spread = f"{values.min():g} to {values.max():g}, mean {values.mean():.3g}, deviation {values.std():.3g}"

@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.data import persons as people
 from dpfl_lightning.data.frames import (
+    NO_PERSON,
     Columns,
     by_client,
     require_filled,
+    require_persons_stated,
     table_of,
     tables_of,
     warn_of_equal_tables,
@@ -467,7 +469,8 @@ class Population:
                 replace, rename}.
             client: name of the column with each record's client; None if all records of a table are of one client.
             person: name of the column with the id of each record's person, which is no input; see `persons` of
-                `from_datasets`. If the test table has it, too, no person may be in both.
+                `from_datasets`. If the test table has it, too, no person may be in both. "none": each row is another
+                person, although a column looks like ids that repeat.
             label: name of the column with the labels: classes, or floating values (a regression); or of several
                 columns, of 0 and 1 (multilabel) or floating.
             features: names of the input columns, in the order of the inputs; None takes all others, by name.
@@ -495,6 +498,7 @@ class Population:
         by_column = {"scale": scale, "categories": categories, "fill": fill, "dates": dates, "units": units}
         require_filled(label, classes, by_column)
         usual: dict[str, Any] = {"read": read or {}, "replace": replace or {}, "rename": rename or {}}
+        stated, person = person is not None, None if person == NO_PERSON else person
         usual["texts"] = [one for one in (client, person, *(dates or {})) if isinstance(one, str)]
         given = tables_of(df, **usual)
         public: list[Any] = [*(one or {} for one in by_column.values()), person]
@@ -503,6 +507,8 @@ class Population:
         must = "be left out if each client has a table"
         require(one is not None or client is None, "client", must, client)
         columns = columns.of(given, client)
+        for table in given.values() if not stated else ():
+            require_persons_stated(table.frame, table.key)
         tables = given if one is None else by_client(one, client)
         parts = [columns.records(table) for table in tables.values()]
         named = one is None or client is not None

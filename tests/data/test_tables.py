@@ -283,7 +283,7 @@ def test_values_that_may_mark_missing_ones_are_warned_of(mark, tmp_path):
 def test_ids_with_several_rows_are_no_categories(name, each):
     table = pandas.DataFrame({name: [f"P{row // each}" for row in range(300)], "ill": np.arange(300) % 2})
     with pytest.raises(UserError, match=f"`df: {name}` must hold numbers.* leave the column out") as refused:
-        Population.from_dataframe(table, label="ill", num_classes=2)
+        Population.from_dataframe(table, label="ill", num_classes=2, person="none")
     assert "categories" not in str(refused.value) and ("person: pid" in str(refused.value)) == (name == "pid")
     assert is_identifier(pandas.Series(np.arange(300) // each, name="pid"))
 
