@@ -5,7 +5,6 @@ import getpass
 import hashlib
 import json
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import dpfl_lightning
 from dpfl_lightning.config.options import changed_options
+from dpfl_lightning.config.public import published, published_command
 from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.errors import shortened
 from dpfl_lightning.federated.messages.facts import Facts
@@ -22,7 +22,7 @@ from dpfl_lightning.federated.server.scores import bound, in_words, remarks, sta
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, RunGuarantee
 from dpfl_lightning.runtime.files import write_json
-from dpfl_lightning.runtime.text import at_most, counted, flattened, span, without_credentials, without_secrets
+from dpfl_lightning.runtime.text import at_most, counted, flattened, span
 
 FILE, FORMAT = "run.json", 1
 
@@ -145,7 +145,7 @@ def params(options: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, str
     >>> params({"rounds": 10, "strategies": {"fedprox": {"pull": 0.1}}}, {"num_params": 650})
     {'strategies': 'fedprox', 'rounds': '10', 'strategies.fedprox.pull': '0.1', 'num_params': '650'}
     """
-    flat, changed = (flattened(without_secrets(one)) for one in (options, changed_options(options)))
+    flat, changed = (flattened(published(one)) for one in (options, changed_options(options)))
     head = {"strategies": _joined(options["strategies"])} if options.get("strategies") else {}
     chosen = {key: flat[key] for key in _ALWAYS if key in flat}
     chosen |= {key: text for key, text in changed.items() if text != "{}" and not key.startswith(_NEVER)}
@@ -160,7 +160,7 @@ def dataset(facts: Facts, info: RunInfo, context: str) -> dict[str, str]:
     of records, so the same digest does not prove the same records.
     """
     at_sites = facts.at_sites and context == "training"
-    data = {} if at_sites else dict(info.options.get("data") or {})
+    data = {} if at_sites else published(info.options.get("data") or {}, within_data=True)
     name = "records of sites" if at_sites else str(data.get("name") or data.get("class_path") or "population")
     shapes = {"input_shape": facts.input_shape, "num_classes": facts.num_classes}
     profile: dict[str, Any] = {"num_clients": facts.num_clients, **shapes}
@@ -172,7 +172,7 @@ def dataset(facts: Facts, info: RunInfo, context: str) -> dict[str, str]:
         "name": name,
         "digest": hashlib.sha256(json.dumps(public, default=str).encode()).hexdigest()[:8],
         "source_type": "dpfl_lightning",
-        "source": json.dumps(without_secrets(data), default=str),
+        "source": json.dumps(data, default=str),
         "profile": json.dumps(profile),
     }
 
@@ -184,7 +184,7 @@ def program() -> dict[str, str]:
     tags = {
         "mlflow.source.name": "dpfl_lightning",
         "mlflow.source.type": "LOCAL",
-        "command": without_credentials(shlex.join([*start, *sys.argv[1:]])),
+        "command": published_command([*start, *sys.argv[1:]]),
     }
     with contextlib.suppress(OSError, KeyError):  # no user name
         tags["mlflow.user"] = getpass.getuser()

@@ -14,13 +14,13 @@ from dpfl_lightning.errors import UserError, UserNotice
 
 USUAL = """
 patient_id PatientID patientId pat_id PatID pat-nr Patienten-Nr. Patientennummer Patienten_ID Pat.-Nr. PID MRN mrn_no
-medical_record_number MedicalRecordNo subject_id SUBJID USUBJID subject participant_id ParticipantNo person_id PersonID
-personnummer cpr_nr proband Probanden-Nr. Probandennummer TeilnehmerID Versichertennummer KVNR AHV-Nr SSN NHS_number CPR
-social_security_number nhs_no BSN NIR codice_fiscale id_paziente paziente_id num_paziente id_paciente numero_paciente NHC
-numero_historia_clinica DNI id_patient numero_patient ipp patient_hash Pseudonym patient_pseudonym pseudo_id member_id
-beneficiary_id enrolid study_id Studien-ID record_id empi user_id customer_id employee_id Fallnummer case_id patient_key
-patient_code Patient patient personne_id src_subject_id patient_id_hash anon_patient_id PATNR Patient-Kennung CHI_number
-Versicherten-ID sujeto_id n\u00b0patient hospital_no ID
+medical_record_number MedicalRecordNo subject_id SUBJID USUBJID subject participant_id ParticipantNo person_id
+PersonID personnummer proband Probanden-Nr. Probandennummer TeilnehmerID Versichertennummer KVNR AHV-Nr SSN NHS_number
+CPR social_security_number BSN NIR codice_fiscale id_paziente paziente_id num_paziente id_paciente numero_paciente NHC
+numero_historia_clinica cpr_nr DNI id_patient numero_patient ipp patient_hash Pseudonym patient_pseudonym pseudo_id
+member_id enrolid study_id Studien-ID record_id empi user_id customer_id employee_id Fallnummer case_id patient_key
+patient_code beneficiary_id Patient patient personne_id src_subject_id patient_id_hash anon_patient_id PATNR
+Patient-Kennung CHI_number Versicherten-ID sujeto_id n\u00b0patient nhs_no hospital_no ID
 """
 OTHERS = """
 age sex num_patients n_patients patient_age patient_sex patient_weight pt PT chi hospital case record study user member

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import dpfl_lightning
 from dpfl_lightning.config.options import FREE, PrivacyOptions
+from dpfl_lightning.config.public import published
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.lazy import LazyInputs, record_digests
 from dpfl_lightning.federated.client.engines.engine import Engine
@@ -87,7 +88,7 @@ def identity(
     """
     lines = once_each(lambda client: [repr(line) for line in client.planned], plan.schedule.clients)
     return {
-        **configuration(plan, privacy),
+        **_without_tables(configuration(plan, privacy), data_key),
         "versions": f"dpfl_lightning {dpfl_lightning.__version__}, torch {torch.__version__}",
         "schedule": hex_digest(json.dumps(lines).encode()),
         "strategy": plan.strategies,
@@ -97,6 +98,16 @@ def identity(
         **({"planned": _planned(plan)} if ENDS_BY_RESULTS in plan.caveats else {}),
         "records": [digest.hex() for digest in data_digests(population, data_key)],
     }
+
+
+def _without_tables(configured: dict[str, Any], data_key: bytes) -> dict[str, Any]:
+    """Return a configuration as a ledger has it, which is published: how tables are written is a keyed digest."""
+    data = configured.get("data")
+    public = published(data, within_data=True)
+    if public == data:
+        return configured
+    digest = hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), key=data_key, digest_size=8)
+    return {**configured, "data": public, "tables": digest.hexdigest()}
 
 
 def _planned(plan: RunPlan) -> dict[str, Any]:
