@@ -13,7 +13,7 @@ from test_layers import ASIDE
 BOUNDS = {
     "dpfl_lightning": (1, 50),
     "dpfl_lightning.privacy.clipping.checked": (45, 6_700),
-    "dpfl_lightning.sites.node.service, dpfl_lightning.sites.node.accept": (145, 24_000),
+    "dpfl_lightning.sites.node.service, dpfl_lightning.sites.node.accept": (143, 23_700),
     "dpfl_lightning.loop": (155, 25_500),
 }
 #: of extras, or slow: what nobody needs who only imports

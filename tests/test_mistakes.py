@@ -79,10 +79,10 @@ def test_a_table_says_what_the_column_is(mistake):
 def test_a_table_whose_rows_come_twice():
     twice = pandas.concat([TABLE, TABLE])
     with pytest.warns(UserNotice, match="client oslo: 25 of 50 rows are copies of another row"):
-        Population.from_dataframe(twice, client="hospital", label="ill", features=["age"], num_classes=2)
+        options = {"client": "hospital", "label": "ill", "features": ["age"], "num_classes": 2, "person": "none"}
+        Population.from_dataframe(twice, **options)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        options = {"client": "hospital", "label": "ill", "features": ["age"], "num_classes": 2}
         Population.from_dataframe(TABLE, **options)
         Population.from_dataframe(twice[["hospital", "age", "ill"]], **options)  # equal rows may be other people's
 

@@ -27,19 +27,18 @@ from dpfl_lightning.data.frames import (
     warn_of_equal_tables,
 )
 from dpfl_lightning.data.given import Classes, Source, check_range, check_rows, check_same_form
-from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_labels
 from dpfl_lightning.data.ids import ids_of
 from dpfl_lightning.data.images import image_folders
 from dpfl_lightning.data.lazy import LazyInputs, coins, scanned
 from dpfl_lightning.data.loaders import warn_of_batch_sizes
 from dpfl_lightning.data.modules import datasets_of
-from dpfl_lightning.data.partition import IID, Parts, as_classes, matching_test_rows, with_held_out
-from dpfl_lightning.data.partition import partition as divide
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Block, Inputs, joined, record_shape, take
 
 if TYPE_CHECKING:
     from dpfl_lightning.data.datasets import Dataset
+    from dpfl_lightning.data.groups import Groups
+    from dpfl_lightning.data.partition import Parts
 
 _LARGE = 1000  # typical size of inputs at which training fails
 _SHARED = (
@@ -271,6 +270,10 @@ class Population:
         >>> Population.partitioned(load("digits"), num_clients=4, groups=("rotation", {"count": 2})).groups
         (0, 0, 1, 1)
         """
+        from dpfl_lightning.data.groups import grouped, with_wrong_labels
+        from dpfl_lightning.data.partition import IID, as_classes, matching_test_rows, with_held_out
+        from dpfl_lightning.data.partition import partition as divide
+
         must, advice = f"be null with data.held_out_per_client {held_out_per_client}", "Leave out one of the two."
         require(not (test_per_client and held_out_per_client), "data.test_per_client", must, test_per_client, advice)
         shape, rng, client_groups = dataset.input_shape, np.random.default_rng(seed), None
@@ -310,6 +313,8 @@ class Population:
         return dataclasses.replace(population, y=y)
 
     def _shifted(self, groups: Groups) -> Population:
+        from dpfl_lightning.data.groups import stored
+
         public = [] if self.public is None else [self.public]
         rows_of = [*self.train_of, *self.held_out_of, *public]
         before = torch.cat(rows_of)
