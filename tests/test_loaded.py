@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -56,15 +57,17 @@ OF_EXTRAS = ("mlflow", "matplotlib", "plotly", "optuna", "sqlalchemy", "pooch", 
 @pytest.fixture(scope="module")
 def without_extras(tmp_path_factory):
     """Run a command in an environment that has no extra: links to all other installed packages."""
-    packages = tmp_path_factory.mktemp("packages")
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder)
+    python = folder / "bin" / "python"
+    (packages,) = folder.glob("lib/*/site-packages")
     for one in Path(sysconfig.get_path("purelib")).iterdir():
-        if not one.name.lower().startswith((*OF_EXTRAS, "__editable__", "dpfl")):
+        if not one.name.lower().startswith((*OF_EXTRAS, "__editable__", "dpfl")) and one.suffix != ".pth":
             (packages / one.name).symlink_to(one)
 
     def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(packages)])}
-        script = f"import sys; from dpfl_lightning.__main__ import main; sys.exit(main({list(words)}))"
-        command = [sys.executable, "-S", "-c", script]
+        environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+        command = [python, "-m", "dpfl_lightning", *words]
         return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
     return run
