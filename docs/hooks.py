@@ -104,12 +104,12 @@ def _strategies_page() -> str:
         "A configuration names strategies as `strategies: {name: {option: value}}`. "
         "[Which strategy when](../choosing.md) helps to choose one.",
     ]
-    for folder in sorted({file.partition(".")[0] for file, _ in STRATEGIES.values()}):
-        parts.append(f"\n## {folder.capitalize()}")
+    for room in sorted({file.rpartition(".")[0] for file, _ in STRATEGIES.values()}, reverse=True):
+        parts.append(f"\n## {room.replace('.', ': ').replace('_', ' ').capitalize()}")
         for name, (file, kind) in STRATEGIES.items():
-            if file.startswith(f"{folder}."):
+            if file.rpartition(".")[0] == room:
                 options = f"{{members: false, heading: {name}, toc_label: {name}, heading_level: 3}}"
-                parts.append(f"\n::: dpfl_lightning.strategies.{file}.{kind}\n    options: {options}\n")
+                parts.append(f"\n::: dpfl_lightning.{file}.{kind}\n    options: {options}\n")
                 rows = [[f"`{option}`", words] for option, words in options_in_words(classes()[name]).items()]
                 parts += [markdown(["option", "value (default)"], rows)] if rows else []
     return "\n".join(parts)

@@ -141,6 +141,8 @@ _EXTRAS = {
     **dict.fromkeys(("matplotlib", "mlflow", "plotly"), "tracking"),
     **dict.fromkeys(("optuna", "sqlalchemy"), "search"),
     **dict.fromkeys(("pooch", "shtab"), "all"),
+    "flwr": "flower",
+    "psycopg": "postgresql",
 }
 _WITHOUT = {"mlflow": " Or run without MLflow: --tracking null."}
 

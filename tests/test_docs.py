@@ -39,7 +39,7 @@ def test_the_reference_is_complete(site):
     assert {"run", "client_model"} <= set(re.findall(r'id="[\w.]*FederatedLoop\.(\w+)"', python))
     assert not [key for key in all_keys() if f"<code>{key}</code>" not in options]
     strategies = page(site, "reference/strategies")
-    assert not [kind for file, kind in STRATEGIES.values() if f"strategies.{file}.{kind}" not in strategies]
+    assert not [kind for file, kind in STRATEGIES.values() if f"dpfl_lightning.{file}.{kind}" not in strategies]
     assert not [name for name in COMMANDS if f"dpfl {name}" not in page(site, "reference/commands")]
 
 

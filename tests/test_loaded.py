@@ -1,12 +1,15 @@
 """What importing a node and the core loads, with upper bounds: a site installs and audits this, and nothing else."""
 
 import json
+import os
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
-from rooms import PACKAGE
+from rooms import PACKAGE, ROOT
 from test_layers import ASIDE
 
 #: what is imported -> most modules and lines of this package, which later changes may only lower
@@ -45,3 +48,51 @@ def test_imports_load_little(names):
     assert not [
         name for name in ours if name.removeprefix(f"{PACKAGE.name}.").startswith(tuple(f"{one}." for one in ASIDE))
     ]
+
+
+#: brought by extras alone
+OF_EXTRAS = ("mlflow", "matplotlib", "plotly", "optuna", "sqlalchemy", "pooch", "shtab", "flwr", "psycopg")
+
+
+@pytest.fixture(scope="module")
+def without_extras(tmp_path_factory):
+    """Run a command in an environment that has no extra: links to all other installed packages."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder)
+    python = folder / "bin" / "python"
+    (packages,) = folder.glob("lib/*/site-packages")
+    for one in Path(sysconfig.get_path("purelib")).iterdir():
+        if not one.name.lower().startswith((*OF_EXTRAS, "__editable__", "dpfl")) and one.suffix != ".pth":
+            (packages / one.name).symlink_to(one)
+
+    def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+        command = [python, "-m", "dpfl_lightning", *words]
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+    return run
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("config", ["digits", "distillation"])
+def test_a_run_needs_no_extra(config, without_extras, tmp_path):
+    words = ["--rounds", "1", "--tracking", "null", "--output_dir", "run"]
+    done = without_extras(tmp_path, "fit", "--config", config, *words)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "run.json").is_file()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["fit", "--config", "digits"], "mlflow is not installed. Run pip install 'dpfl_lightning[tracking]'"),
+        (["sweep", "--config", str(ROOT / "sweeps" / "nas_digits.yaml")], "is not installed. Run pip install"),
+        (["completion", "bash"], "shtab is not installed. Run pip install 'dpfl_lightning[all]'"),
+    ],
+)
+def test_a_missing_extra_is_one_sentence_with_the_command(words, sentence, without_extras, tmp_path):
+    done = without_extras(tmp_path, *words)
+    text = " ".join(done.stderr.split())
+    assert done.returncode == 2 and text.startswith("error: ") and sentence in text, done.stderr
+    assert "Traceback" not in done.stderr

@@ -16,9 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.client.record_isolation import check_alone
 from dpfl_lightning.models.nets import BasicBlock
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for, vmap_or_loop
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, cross_entropy_of
+from dpfl_lightning.privacy.clipping.state import Kept
 from dpfl_lightning.privacy.clipping.structure import code_of_users
 
 X, Y = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
@@ -666,3 +668,31 @@ class Pruned(nn.Module):
 def test_a_mask_of_parameters_that_are_read_elsewhere_is_refused():
     with pytest.raises(UserError, match="must read its parameters where its modules hold them"):
         clipped_sum_for(Pruned(), None, X[:0], Y[:0])
+
+
+class MadeOnDemand(dict):
+    """Makes a new layer whenever it is asked, as a registry of activations does."""
+
+    def __getitem__(self, name):
+        return dict.__getitem__(self, name)[0]()
+
+    def items(self):
+        return [(name, self[name]) for name in self]
+
+
+ACTIVATIONS = MadeOnDemand(relu=(nn.ReLU, {"inner": {"numbers": (0.0, {"slope": 1.0})}}))
+
+
+class FromRegistry(nn.Linear):
+    def forward(self, x):
+        return ACTIVATIONS["relu"](super().forward(x))
+
+
+def test_a_table_that_a_model_only_reads_is_nothing_that_it_keeps():
+    module = ClientModule(FromRegistry(6, 3))
+    check_alone(module, torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))
+    before = Kept([module.net])
+    ACTIVATIONS["tanh"] = (nn.Tanh, {})
+    assert before.changed() == ["forward"]
+    del ACTIVATIONS["tanh"]
+    assert before.changed() == []

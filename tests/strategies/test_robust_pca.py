@@ -10,8 +10,8 @@ import torch
 from noisy_updates import excess, noisy_updates, total_variation
 from reference import principal_component_pursuit
 
-from dpfl_lightning.algorithms import robust_pca as module
 from dpfl_lightning.errors import UserNotice
+from dpfl_lightning.papers.robust_hdp import robust_pca as module
 from dpfl_lightning.papers.robust_hdp.robust_pca import PcpSettings, robust_pca, shrinkage
 from dpfl_lightning.runtime.devices import products
 

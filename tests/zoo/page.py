@@ -19,8 +19,8 @@ pip install --no-deps --target /tmp/suites -r tests/zoo/requirements.txt
 TEST_SUITES=/tmp/suites python -m tests.zoo
 ```
 
-The ways and ratios below were measured when classes with a forward pass of their own could have exact rules. Now these
-go under `vmap`, or one record at a time ([supported layers](../../docs/supported.md)), and most ratios are lower.
+Classes with a forward pass of their own go under `vmap`, or one record at a time, but for those that were read
+([supported layers](../../docs/supported.md)).
 
 | | models |
 |---|---|

@@ -73,7 +73,7 @@ class Strategy:
         """The name of the strategy in a configuration, for messages."""
         kind = type(self)
         room, _, file = kind.__module__.rpartition(".")
-        ours = room.startswith("dpfl_lightning.strategies.")  # where a file has the name of its strategy
+        ours = room.startswith("dpfl_lightning.")  # where a file has the name of its strategy
         return file if ours else f"{kind.__module__}.{kind.__qualname__}"
 
     def _key(self, option: str) -> str:

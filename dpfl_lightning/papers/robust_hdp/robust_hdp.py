@@ -5,7 +5,7 @@
 | lines 3 to 6: DPSGD of the clients           | the round of the server's loop                              |
 | line 7: M `[p, n]`, a column for each client | `updates.released` `[C, P]`, transposed                     |
 | line 8: L, S = RPCA(M), Algorithm 3          | `_estimated`; with `estimator: rpca` by `_rpca` of          |
-|                                              | `algorithms/noise_estimators.py`, and `robust_pca.py`       |
+|                                              | `noise_estimators.py` and `robust_pca.py`                   |
 | lines 9, 10, equation 8: w_i ~ 1 / |S_i|^2   | `Split.noise_var`, and `_share` by `noise_weights.py`       |
 | line 11: theta + sum_i w_i update_i          | the loop's weighted sum                                     |
 

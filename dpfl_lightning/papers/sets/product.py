@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from dpfl_lightning.papers.sets.distilled_set import CARD, DATA_CARD, TENSORS, DistilledSet
 from dpfl_lightning.runtime.launcher import invocation
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Product:
@@ -26,6 +28,8 @@ class Product:
         grid = DistilledSet.load(folder).grid()
         if grid is None:
             return {}
+        from matplotlib.figure import Figure
+
         height, width = grid.shape[:2]
         figure = Figure(figsize=(6.5, max(1.5, 6.5 * height / width) + 0.8), dpi=150, layout="constrained")
         axes = figure.add_subplot(title="Synthetic images, one row per class")

@@ -212,7 +212,7 @@ def _content(value: Any, seen: dict[int, Any]) -> object:
         return None
     seen[id(value)] = value  # kept, so that no other object gets its id
     if isinstance(value, Mapping):
-        return tuple((repr(key), _content(one, seen)) for key, one in value.items())
+        return tuple((repr(key), _content(one, seen)) for key, one in _items(value))
     if isinstance(value, list | tuple | deque | np.ndarray):
         return tuple(_content(one, seen) for one in value)
     if isinstance(value, set | frozenset):
@@ -249,7 +249,7 @@ def _referred(function: FunctionType, seen: dict[int, Any]) -> dict[str, object]
         elif isinstance(value, (Iterator, *_STATES)):
             found[name] = _content(value, seen)
         elif type(value).__module__ == function.__module__ and not isinstance(value, nn.Module):
-            found[name] = _numbers_in(vars(value) if hasattr(value, "__dict__") else value)
+            found[name] = _numbers_in(getattr(value, "__dict__", None)), _numbers_in(value)  # it may be a collection
         elif not isinstance(value, FunctionType | type | nn.Module):
             found[name] = _numbers_in(value)
     return found
@@ -282,8 +282,13 @@ def _numbers_in(value: Any, depth: int = 0) -> object:
     if depth > _MOST_LEVELS or not isinstance(value, (*_COLLECTIONS, tuple, Mapping)) or len(value) > _MOST_ENTRIES:
         return id(value)
     if isinstance(value, Mapping):
-        value = [*value.items()]
+        value = [*itertools.chain.from_iterable(_items(value))]  # entries are new tuples each time
     return tuple(_numbers_in(one, depth + 1) for one in value)
+
+
+def _items(value: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
+    """Return the entries as they are stored: a dictionary of another class may make new ones whenever it is asked."""
+    return dict.items(value) if isinstance(value, dict) else value.items()
 
 
 def names_in(code: CodeType) -> Iterator[str]:
