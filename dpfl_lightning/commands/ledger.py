@@ -15,16 +15,16 @@ from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS
 from dpfl_lightning.privacy.ledger.account import PrivacyAccount, users_file
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
 from dpfl_lightning.privacy.ledger.verify import Composed, VerifiedLedger, ledger_of, read
-from dpfl_lightning.privacy.sampling import SAMPLERS
+from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import at_most, columns, counted, shown
 from dpfl_lightning.sites.receipt import FILE, read_receipts
 
 _MATCHED = {
-    "name": "Together: releases of clients with the same name are composed, at the largest delta.",
+    "name": "Together: releases of clients with the same name are composed, at the smallest delta.",
     "nothing": (
-        "Together: not all runs name their clients, so anybody may be in all runs under any number. The worst "
-        "combination of clients is stated, at the largest delta."
+        "Together: not all runs name their clients, so clients without names may be anybody. The worst combination of "
+        "clients is stated, at the smallest delta."
     ),
 }
 
@@ -80,14 +80,23 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 def _as_dict(report: Composed) -> dict[str, Any]:
     """Return a dictionary for JSON; an infinite epsilon or budget is None."""
-    rows = [dict(vars(account)) for account in report.accounts]
-    for row in rows:
-        row |= {key: finite_or_none(row[key]) for key in ("epsilon", "guaranteed", "epsilon_budget")}
+    rows = [
+        {
+            "client": account.client,
+            "releases": account.releases,
+            "steps": account.steps,
+            "epsilon": finite_or_none(account.epsilon),
+            "guaranteed": finite_or_none(account.total.epsilon),
+            "epsilon_budget": finite_or_none(account.epsilon_budget),
+            "delta": account.total.delta,
+        }
+        for account in report.accounts
+    ]
     return {
         "verified": True,
         "ledgers": _ledgers(report),
         "matched": report.matched,
-        "accountant": report.header.accountant,
+        "accountant": _means(report)["accountant"],
         "guarantee": report.weakest.as_dict(),
         "clients": rows,
     }
@@ -108,31 +117,39 @@ def _ledgers(report: Composed) -> list[dict[str, Any]]:
     ]
 
 
+def _means(report: Composed) -> dict[str, str]:
+    """Return the adjacencies and accountants of all accounts, usually one of each."""
+    totals = [account.total for account in report.accounts]
+    each = {"adjacency": [one.adjacency for one in totals], "accountant": [one.accountant for one in totals]}
+    return {name: ", ".join(dict.fromkeys(values)) for name, values in each.items()}
+
+
 def _export(report: Composed, path: Path) -> None:
     """Write every client's events for dp_accounting to a new file."""
     free = not path.exists() and not path.is_symlink() and path.parent.is_dir()
     require(free, "--export", "be a new file in an existing folder", str(path), "Choose another name.")
     rows = []
-    for account, events in zip(report.accounts, report.events, strict=True):
-        relation, event = as_dp_event(events, account.delta, report.header.adjacency)
-        numbers = {"epsilon": finite_or_none(account.epsilon), "delta": account.delta}
+    for account in report.accounts:
+        total = account.total
+        relation, event = as_dp_event(total.released, total.delta, total.adjacency)
+        numbers = {"epsilon": finite_or_none(account.epsilon), "delta": total.delta}
         rows.append({"client": account.client, **numbers, "neighboring_relation": relation, "event": event})
-    facts = {"adjacency": report.header.adjacency, "accountant": report.header.accountant, "ledgers": _ledgers(report)}
+    facts = {**_means(report), "ledgers": _ledgers(report)}
     write_text(path, json.dumps({"about": ABOUT, **facts, "clients": rows}, indent=1) + "\n")
 
 
 def _text(report: Composed, overrides: dict[str, Any]) -> str:
     """Return what was verified, a row for each client, and the weakest guarantee."""
-    by_results = any(account.guaranteed > account.epsilon for account in report.accounts)
+    by_results = any(account.total.epsilon > account.epsilon for account in report.accounts)
     rows = [
         [
             account.client,
             ", ".join(f"{count} {purpose}" for purpose, count in account.releases.items()) or "none",
             account.steps,
             at_most(account.epsilon),
-            *([at_most(account.guaranteed)] if by_results else []),
+            *([at_most(account.total.epsilon)] if by_results else []),
             "none" if math.isinf(account.epsilon_budget) else at_most(account.epsilon_budget),
-            at_most(account.delta),
+            at_most(account.total.delta),
         ]
         for account in report.accounts
     ]
@@ -142,9 +159,9 @@ def _text(report: Composed, overrides: dict[str, Any]) -> str:
         alone = report.matched == "name" and sum(len(one.events) for one in report.ledgers) == len(report.accounts)
         lines.append("No client is in several runs." if alone else _MATCHED[report.matched])
     lines += [f"Instead of the ledger's {name}: {value}." for name, value in overrides.items()]
-    header = report.header
+    means, sampling = _means(report), weakest(account.total.sampling for account in report.accounts)
     lines.append(
-        f"Accountant {header.accountant}, adjacency {header.adjacency}, sampling: {SAMPLERS[header.sampling].words}."
+        f"Accountant {means['accountant']}, adjacency {means['adjacency']}, sampling: {SAMPLERS[sampling].words}."
     )
     epsilons = ["paid", "guaranteed"] if by_results else ["epsilon"]
     lines.append(columns([["client", "releases", "steps", *epsilons, "budget", "delta"], *rows]))

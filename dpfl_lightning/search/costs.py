@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpfl_lightning.errors import require
 from dpfl_lightning.loop import FederatedLoop
-from dpfl_lightning.privacy.accounting.accountant import Accountant, exact_sum, finite_or_none, get_accountant
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NonPrivateEvent, event_of
-from dpfl_lightning.privacy.accounting.guarantee import CHOSEN, Guarantee, guarantee
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.accounting.planned import numbered, once_each
-from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
+from dpfl_lightning.privacy.compose import Keys, Line, compose
 from dpfl_lightning.runtime.text import at_most, columns, counted
 
 _MOST_CLIENTS = 30
@@ -66,8 +65,9 @@ def planned_cost(loop: FederatedLoop) -> Cost:
     clients, accountant = loop.plan_schedule().clients, loop.config.accountant
     besides: list[Event] = [*map(Caveat, loop.config.caveats), *map(NonPrivateEvent, loop.clients.unprotected)]
     events = once_each(lambda schedule: (*schedule.events(), *besides), clients)
-    epsilons = _bounds(events, [schedule.delta for schedule in clients], accountant)
-    most = [max(own[0], schedule.target_epsilon) for own, schedule in zip(epsilons, clients, strict=True)]
+    queries, places = numbered([(one, schedule.delta) for one, schedule in zip(events, clients, strict=True)])
+    bounds = accountant.bounds(queries)
+    most = [max(bounds[place][0], schedule.target_epsilon) for place, schedule in zip(places, clients, strict=True)]
     return Cost(
         tuple(map(finite_or_none, most)),
         tuple(schedule.delta for schedule in clients),
@@ -82,60 +82,33 @@ def planned_cost(loop: FederatedLoop) -> Cost:
 
 
 def composed_costs(costs: Sequence[Cost]) -> dict[str, Guarantee]:
-    """Return each client's guarantee for all runs, by its name; without names, client k is the same in each run.
+    """Return each client's guarantee for all runs, see `compose`, by its name or number.
 
-    The events of the runs are composed by their accountant, at the largest delta of the client. The budgets and deltas
-    of runs whose events were `chosen` from results are added, and the guarantee says so. Raises UserError if
-    adjacencies or accountants differ, or clients cannot be matched.
-
-    Reference: Rogers et al. (2016), https://arxiv.org/abs/1605.08294, on what may be chosen.
+    Without names, client k is the same in runs of as many clients; otherwise it may be anybody. Of runs whose events
+    were `chosen` from results, the budgets are added, and the guarantee says so.
     """
-    first, must = costs[0], "be the same for runs whose costs are stated together"
-    for key in ("adjacency", "accountant"):
-        values = list(dict.fromkeys(getattr(cost, key) for cost in costs))
-        require(len(values) == 1, f"privacy.{key}", must, ", ".join(values))
-    accountant = get_accountant(first.accountant, first.adjacency)
-    sampling = SAMPLERS[weakest(cost.sampling for cost in costs)].words
     most = max((cost.rows_per_person for cost in costs if cost.rows_per_person), default=None)
-    runs = _by_client(costs)
-    fixed = {name: [(cost, row) for cost, row in own if not cost.chosen] for name, own in runs.items()}
-    released = [tuple(event for cost, row in own for event in cost.events[row]) for own in fixed.values()]
-    deltas = [max((cost.delta[row] for cost, row in own), default=0.0) for own in fixed.values()]
-    bounds = dict(zip(runs, zip(_bounds(released, deltas, accountant), deltas, strict=True), strict=True))
-
-    def promise(name: str) -> Guarantee:
-        (epsilon, method), delta = bounds[name]
-        if chosen := [(cost, row) for cost, row in runs[name] if cost.chosen]:
-            epsilon = exact_sum([epsilon, *(_bound(cost.epsilon[row]) for cost, row in chosen)])
-            delta = exact_sum([delta, *(cost.delta[row] for cost, row in chosen)])
-            added = f"addition of the budgets of {counted(len(chosen), 'run')} ({CHOSEN})"
-            method = f"{method}, and {added}" if fixed[name] else added
-        events = [event for cost, row in runs[name] for event in cost.events[row]]
-        return guarantee(events, delta, accountant, sampling, bound=(epsilon, method), most_records=most)
-
-    return {name: promise(name) for name in runs}
+    alike = len({len(cost.delta) for cost in costs}) == 1 and not any(cost.names for cost in costs)
+    totals = compose(line for number, cost in enumerate(costs) for line in _lines(cost, number, alike))
+    return {min(keys, default="any client"): total.guarantee(most) for keys, total in totals.items()}
 
 
-def _by_client(costs: Sequence[Cost]) -> dict[str, list[tuple[Cost, int]]]:
-    """Return the runs of each client, and its row in each of them."""
-    whose = [cost.names or tuple(map(str, range(len(cost.delta)))) for cost in costs]
-    known = all(cost.names for cost in costs) or len(set(whose)) == 1
-    sizes = ", ".join(map(str, dict.fromkeys(map(len, whose))))
-    require(known, "clients", "be as many in all runs, or have names in each", sizes)
-    runs: dict[str, list[tuple[Cost, int]]] = {}
-    for cost, names in zip(costs, whose, strict=True):
-        for row, name in enumerate(names):
-            runs.setdefault(name, []).append((cost, row))
-    return runs
-
-
-def _bounds(
-    events: Sequence[tuple[Event, ...]], deltas: Sequence[float], accountant: Accountant
-) -> list[tuple[float, str]]:
-    """Return the accountant's bound for each client, computed once for equal clients."""
-    different, places = numbered(list(zip(events, deltas, strict=True)))
-    bounds = accountant.bounds(different)
-    return [bounds[place] for place in places]
+def _lines(cost: Cost, run: int, alike: bool) -> list[Line]:
+    """Return what each client of a run costs; numbers tell clients apart if those of all runs are `alike`."""
+    names = cost.names or (tuple(map(str, range(len(cost.delta)))) if alike else ())
+    means = cost.adjacency, cost.sampling, cost.accountant, None
+    return [
+        Line(
+            str(run),
+            client,
+            Keys(names[client : client + 1]),
+            cost.events[client],
+            cost.delta[client],
+            *means,
+            (_bound(cost.epsilon[client]), cost.delta[client]) if cost.chosen else None,
+        )
+        for client in range(len(cost.delta))
+    ]
 
 
 def _bound(spent: float | None) -> float:

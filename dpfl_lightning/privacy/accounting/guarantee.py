@@ -69,7 +69,7 @@ NOT_COVERED: tuple[str, ...] = (
 
 
 @dataclass(frozen=True)
-class Together:
+class CumulativeGuarantee:
     """What all runs in the account of a data holder reveal together, composed as if one run had planned them.
 
     `runs` is the number of the others. `limit` is the epsilon that all may have at `limit_delta`, of which the share
@@ -89,7 +89,7 @@ class Together:
     def words(self) -> str:
         """Return what the runs cost together, as one sentence.
 
-        >>> print(Together(2, 5.5, 1e-4, "PLD", "add or remove one record", "", 8.0, 1e-4, 0.7).words())
+        >>> print(CumulativeGuarantee(2, 5.5, 1e-4, "PLD", "add or remove one record", "", 8.0, 1e-4, 0.7).words())
         With 2 other runs on the same records: epsilon 5.5 of a limit of 8, at delta 0.0001 (add or remove one record).
         """
         runs = f"With {counted(self.runs, 'other run')}" if self.runs else "With no other run"
@@ -133,7 +133,7 @@ class Guarantee:
     not_covered: tuple[str, ...] = NOT_COVERED
     caveats: tuple[str, ...] = ()
     unprotected: tuple[str, ...] = ()
-    together: Together | None = None
+    together: CumulativeGuarantee | None = None
 
     @property
     def counts_held_out(self) -> bool:
@@ -170,7 +170,7 @@ class Guarantee:
         alone = not one.runs and one.limit is None and one.epsilon <= self.epsilon * (1 + 1e-5)
         return ["No other run on the same records is in the account."] if alone else [one.words()]
 
-    def with_account(self, together: Together | None) -> Self:
+    def with_account(self, together: CumulativeGuarantee | None) -> Self:
         """Return the guarantee beside that of all runs in the account, if there is one."""
         if together is None:
             return self
@@ -194,7 +194,7 @@ class Guarantee:
         fields: dict[str, Any] = {name: value for name, value in content.items() if name != "words"}
         lists = {name: tuple(map(str, value)) for name, value in fields.items() if isinstance(value, list)}
         one = fields.get("together")
-        together = None if one is None else Together(**{**one, "epsilon": _epsilon(one["epsilon"])})
+        together = None if one is None else CumulativeGuarantee(**{**one, "epsilon": _epsilon(one["epsilon"])})
         numbers = {"epsilon": _epsilon(fields["epsilon"]), "delta": float(fields["delta"])}
         return cls(**{**fields, **lists, **numbers, "together": together})
 

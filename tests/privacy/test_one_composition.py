@@ -1,0 +1,204 @@
+"""Six questions about two or more runs on the same records: every command that answers one gives the same answer."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import oracle
+import pytest
+from conftest import blobs, small_loop
+
+from dpfl_lightning.commands.account import main as account_command
+from dpfl_lightning.commands.fit import composed_over_seeds
+from dpfl_lightning.commands.ledger import main as ledger_command
+from dpfl_lightning.commands.node import _in_account
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, Release
+from dpfl_lightning.privacy.accounting.guarantee import FILTER
+from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount
+from dpfl_lightning.privacy.ledger.file import Charge, Header
+from dpfl_lightning.privacy.ledger.ledger import Ledger
+from dpfl_lightning.runtime.text import at_most
+from dpfl_lightning.search.costs import Cost, composed_costs
+
+LARGE, SMALL, FULL = GaussianEvent(0.1, 1.5, 20), GaussianEvent(0.05, 2.0, 10), GaussianEvent(1.0, 9.0, 2)
+Events = tuple[Release, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run: the releases of each client, the clients' names, and what its epsilon depends on."""
+
+    released: tuple[Events, ...]
+    names: tuple[str, ...] = ("bergen", "oslo")
+    delta: float = 1e-4
+    adjacency: str = "add_remove"
+    accountant: str = "pld"
+    sampling: str = "poisson"
+    planned: Events = ()
+
+
+TWO = ((LARGE,), (SMALL,))
+#: question -> runs, the worst client's releases in all of them, delta, relation, accountant
+QUESTIONS: dict[str, tuple[tuple[Run, ...], Events, float, str, str]] = {
+    "two deltas": ((Run(TWO, delta=1e-3), Run(TWO, delta=1e-4)), (LARGE, LARGE), 1e-4, "add_remove", "pld"),
+    "a run without delta": (
+        (Run(TWO), Run(((LaplaceEvent(40.0, 2),),) * 2, delta=0.0)),
+        (LARGE, LaplaceEvent(40.0, 2)),
+        1e-4,
+        "add_remove",
+        "pld",
+    ),
+    "two relations": ((Run(TWO), Run(TWO, adjacency="replace_one")), (LARGE, LARGE), 1e-4, "replace_one", "pld"),
+    "two relations of persons": (
+        (Run(TWO, adjacency="add_remove_of_persons"), Run(TWO, adjacency="replace_one_of_persons")),
+        (LARGE, LARGE),
+        1e-4,
+        "replace_one_of_persons",
+        "pld",
+    ),
+    "two units": (
+        (Run(TWO), Run(TWO, adjacency="add_remove_of_persons")),
+        (LARGE, LARGE),
+        1e-4,
+        "replace_one",
+        "pld",
+    ),
+    "nameless clients": (
+        (Run(TWO, names=()), Run(((SMALL,), (LARGE,), (FULL,)), names=())),
+        (LARGE, LARGE),
+        1e-4,
+        "add_remove",
+        "pld",
+    ),
+    "a run with names and a nameless one": (
+        (Run(TWO), Run(((SMALL,), (LARGE,)), names=())),
+        (LARGE, LARGE),
+        1e-4,
+        "add_remove",
+        "pld",
+    ),
+    "parallel runs, of which one may end by its results": (
+        (Run(TWO), Run(TWO, planned=(LARGE, LARGE, LARGE))),
+        (LARGE,) * 4,
+        1e-4,
+        "add_remove",
+        "pld",
+    ),
+    "three seeds": ((Run(((LARGE,), (FULL,)), names=()),) * 3, (LARGE,) * 3, 1e-4, "add_remove", "pld"),
+    "two accountants": ((Run(TWO, accountant="rdp"), Run(TWO)), (LARGE, LARGE), 1e-4, "add_remove", "pld"),
+    "one other accountant": ((Run(TWO, accountant="rdp"),) * 2, (LARGE, LARGE), 1e-4, "add_remove", "rdp"),
+}
+
+
+def write(folder: Path, run: Run) -> Path:
+    """Write the ledger of a run."""
+    count, identity = len(run.released), {"names": list(run.names)}
+    if run.planned:
+        identity["planned"] = {"events": [[one.as_dict() for one in run.planned]], "of": [0] * count}
+    folder.mkdir(parents=True)
+    means = run.accountant, run.adjacency, run.sampling, (run.delta,) * count, (9.0,) * count
+    ledger = Ledger(folder / "ledger.jsonl", Header(*means, identity=identity))
+    charges = [Charge(i, 1, "train", one, n) for i, events in enumerate(run.released) for n, one in enumerate(events)]
+    ledger.charge(charges)
+    ledger.close()
+    return folder
+
+
+def costs(runs: Sequence[Run]) -> list[Cost]:
+    """The same runs as those of trials, which count with all that they plan."""
+    return [
+        Cost(
+            (9.0,) * len(run.released),
+            (run.delta,) * len(run.released),
+            tuple(run.planned or events for events in run.released),
+            run.accountant,
+            run.adjacency,
+            run.sampling,
+            names=run.names,
+        )
+        for run in runs
+    ]
+
+
+@pytest.fixture
+def answers(tmp_path, monkeypatch, capsys):
+    """`answers(runs)`: the largest epsilon, delta, neighbouring data sets and accountant, by command."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("DPFL_ACCOUNT", str(tmp_path / "account.jsonl"))
+
+    def told(words: Sequence[object], command) -> dict:
+        assert command([*map(str, words), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    def all_of(runs: Sequence[Run]) -> dict[str, tuple]:
+        folders = [write(tmp_path / "runs" / f"seed_{number}", run) for number, run in enumerate(runs)]
+        found, fields = {}, ("epsilon", "delta", "adjacency", "accountant")
+        listed = told(folders, ledger_command)
+        found["ledger"] = tuple(listed["guarantee"][name] for name in fields)
+        account_command(["add", *map(str, folders)])
+        capsys.readouterr()
+        rows = told([], account_command)["holders"]
+        worst = max(rows, key=lambda row: row["epsilon"])
+        found["account"] = tuple(worst[name] for name in fields)
+        assert ledger_command([*map(str, folders)]) == 0
+        text = capsys.readouterr().out
+        found["words below the ledger"] = worst if at_most(worst["epsilon"]) in text.splitlines()[-1] else text
+        clients = [[{"epsilon_spent": 1.0, "delta": run.delta} for _ in run.released] for run in runs]
+        results = [
+            {"output_dir": str(folder), "clients": one, "guarantee": SimpleNamespace(together=None)}
+            for folder, one in zip(folders, clients, strict=True)
+        ]
+        found["fit --seeds"] = tuple(getattr(composed_over_seeds(results), name) for name in fields)
+        of_trials = max(composed_costs(costs(runs)).values(), key=lambda one: one.epsilon)
+        found["sweep"] = tuple(getattr(of_trials, name) for name in fields)
+        (status,) = [line for name in worst["holder"] for line in _in_account(name)]
+        found["node status"] = worst if f"epsilon {at_most(worst['epsilon'])}, at delta" in status else status
+        assert {row["client"]: row["guaranteed"] for row in listed["clients"]} == {
+            "any client" if name == NAMELESS else name: row["epsilon"] for row in rows for name in row["holder"]
+        }, "each holder has one answer"
+        return {name: worst if answer is worst else answer for name, answer in found.items()}
+
+    return all_of
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_every_command_gives_one_answer(question, answers):
+    runs, released, delta, relation, accountant = QUESTIONS[question]
+    found = answers(runs)
+    assert isinstance(found.pop("words below the ledger"), dict) and isinstance(found.pop("node status"), dict)
+    assert len({(*numbers, means.partition(f", {FILTER}")[0]) for *numbers, means in found.values()}) == 1, found
+    epsilon, at, *_ = found["ledger"]
+    assert at == delta and epsilon == get_accountant(accountant, relation).epsilon(released, delta)
+    records = relation.removesuffix("_of_persons")
+    assert epsilon >= oracle.lower_bound(released, delta, records) - 1e-6, "what another library composes"
+
+
+def test_the_end_of_a_run_its_page_its_plan_and_the_account_give_one_answer(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("DPFL_ACCOUNT", str(tmp_path / "account.jsonl"))
+    population = dataclasses.replace(blobs(2), names=("bergen", "oslo"))
+
+    def loop(name: str, delta: float, accountant: str):
+        privacy = PrivacyOptions(epsilon=[2.0, 1.0], delta=delta, accountant=accountant)
+        options = {"rounds": 2, "clients": ClientOptions(batch_size=16), "output_dir": tmp_path / name}
+        return small_loop(population, privacy=privacy, **options)
+
+    loop("first", 1e-3, "rdp").run()
+    second = loop("second", 1e-4, "pld")
+    second.plan_schedule()
+    planned = second.clients.outlook(second.run_plan())
+    result = second.run()
+    together = result.guarantee.together
+    assert ledger_command([str(tmp_path / "first"), str(tmp_path / "second"), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["guarantee"]
+    (bergen,) = [one.together for one in PrivacyAccount(tmp_path / "account.jsonl").holders() if "bergen" in one.names]
+    assert listed["epsilon"] == together.epsilon == bergen.epsilon > result.guarantee.epsilon
+    assert listed["delta"] == together.delta == bergen.delta == 1e-4
+    assert listed["accountant"] == together.accountant == bergen.accountant
+    words = f"epsilon {at_most(bergen.epsilon)}, at delta 0.0001 (add or remove one record)"
+    page = (tmp_path / "second" / "guarantee.html").read_text()
+    assert words in planned and words in page and words in result.guarantee.words()
