@@ -227,7 +227,7 @@ def test_clients_that_nobody_can_recognise_get_the_worst_combination(names, tmp_
     if names:
         assert known.matched == "nothing", "these are not the clients of one population"
     else:
-        assert [one.epsilon for one in known.accounts] == [get_accountant("rdp").epsilon([TRAIN, small], 1e-4)] * 2
+        assert [one.epsilon for one in known.paid] == [get_accountant("rdp").epsilon([TRAIN, small], 1e-4)] * 2
 
 
 def test_a_folder_above_runs_names_them(tmp_path, capsys):

@@ -11,6 +11,7 @@ from typing import Any
 from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
+from dpfl_lightning.privacy.accounting.events import noised_steps
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS
 from dpfl_lightning.privacy.ledger.account import PrivacyAccount, users_file
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
@@ -82,15 +83,15 @@ def _as_dict(report: Composed) -> dict[str, Any]:
     """Return a dictionary for JSON; an infinite epsilon or budget is None."""
     rows = [
         {
-            "client": account.client,
-            "releases": account.releases,
-            "steps": account.steps,
-            "epsilon": finite_or_none(account.epsilon),
-            "guaranteed": finite_or_none(account.total.epsilon),
-            "epsilon_budget": finite_or_none(account.epsilon_budget),
-            "delta": account.total.delta,
+            "client": paid.name,
+            "releases": report.releases(paid),
+            "steps": noised_steps(paid.released),
+            "epsilon": finite_or_none(paid.epsilon),
+            "guaranteed": finite_or_none(guaranteed.epsilon),
+            "epsilon_budget": finite_or_none(paid.budget),
+            "delta": paid.delta,
         }
-        for account in report.accounts
+        for paid, guaranteed in zip(report.paid, report.guaranteed, strict=True)
     ]
     return {
         "verified": True,
@@ -119,8 +120,7 @@ def _ledgers(report: Composed) -> list[dict[str, Any]]:
 
 def _means(report: Composed) -> dict[str, str]:
     """Return the adjacencies and accountants of all accounts, usually one of each."""
-    totals = [account.total for account in report.accounts]
-    each = {"adjacency": [one.adjacency for one in totals], "accountant": [one.accountant for one in totals]}
+    each = {name: [getattr(total, name) for total in report.paid] for name in ("adjacency", "accountant")}
     return {name: ", ".join(dict.fromkeys(values)) for name, values in each.items()}
 
 
@@ -129,37 +129,37 @@ def _export(report: Composed, path: Path) -> None:
     free = not path.exists() and not path.is_symlink() and path.parent.is_dir()
     require(free, "--export", "be a new file in an existing folder", str(path), "Choose another name.")
     rows = []
-    for account in report.accounts:
-        total = account.total
+    for total in report.paid:
         relation, event = as_dp_event(total.released, total.delta, total.adjacency)
-        numbers = {"epsilon": finite_or_none(account.epsilon), "delta": total.delta}
-        rows.append({"client": account.client, **numbers, "neighboring_relation": relation, "event": event})
+        numbers = {"epsilon": finite_or_none(total.epsilon), "delta": total.delta}
+        rows.append({"client": total.name, **numbers, "neighboring_relation": relation, "event": event})
     facts = {**_means(report), "ledgers": _ledgers(report)}
     write_text(path, json.dumps({"about": ABOUT, **facts, "clients": rows}, indent=1) + "\n")
 
 
 def _text(report: Composed, overrides: dict[str, Any]) -> str:
     """Return what was verified, a row for each client, and the weakest guarantee."""
-    by_results = any(account.total.epsilon > account.epsilon for account in report.accounts)
+    totals = list(zip(report.paid, report.guaranteed, strict=True))
+    by_results = any(guaranteed.epsilon > paid.epsilon for paid, guaranteed in totals)
     rows = [
         [
-            account.client,
-            ", ".join(f"{count} {purpose}" for purpose, count in account.releases.items()) or "none",
-            account.steps,
-            at_most(account.epsilon),
-            *([at_most(account.total.epsilon)] if by_results else []),
-            "none" if math.isinf(account.epsilon_budget) else at_most(account.epsilon_budget),
-            at_most(account.total.delta),
+            paid.name,
+            ", ".join(f"{count} {purpose}" for purpose, count in report.releases(paid).items()) or "none",
+            noised_steps(paid.released),
+            at_most(paid.epsilon),
+            *([at_most(guaranteed.epsilon)] if by_results else []),
+            "none" if math.isinf(paid.budget) else at_most(paid.budget),
+            at_most(paid.delta),
         ]
-        for account in report.accounts
+        for paid, guaranteed in totals
     ]
-    over = [account.client for account in report.accounts if account.epsilon > account.epsilon_budget]
+    over = [total.name for total in report.paid if total.epsilon > total.budget]
     lines = [line for ledger in report.ledgers for line in _what_was_verified(ledger)]
     if len(report.ledgers) > 1:
-        alone = report.matched == "name" and sum(len(one.events) for one in report.ledgers) == len(report.accounts)
+        alone = report.matched == "name" and sum(len(one.events) for one in report.ledgers) == len(report.paid)
         lines.append("No client is in several runs." if alone else _MATCHED[report.matched])
     lines += [f"Instead of the ledger's {name}: {value}." for name, value in overrides.items()]
-    means, sampling = _means(report), weakest(account.total.sampling for account in report.accounts)
+    means, sampling = _means(report), weakest(total.sampling for total in report.paid)
     lines.append(
         f"Accountant {means['accountant']}, adjacency {means['adjacency']}, sampling: {SAMPLERS[sampling].words}."
     )
@@ -167,7 +167,7 @@ def _text(report: Composed, overrides: dict[str, Any]) -> str:
     lines.append(columns([["client", "releases", "steps", *epsilons, "budget", "delta"], *rows]))
     lines += [f"Above its budget: client {', '.join(over)}."] if over else []
     if by_results:
-        paid = at_most(max(account.epsilon for account in report.accounts))
+        paid = at_most(max(total.epsilon for total in report.paid))
         lines.append(f"Paid so far: epsilon at most {paid}, which is not the guarantee, as {ENDS_BY_RESULTS}.")
     return "\n".join([*lines, f"Largest epsilon: {report.weakest.words()}", *_in_account(report)])
 

@@ -44,9 +44,11 @@ class Line:
         run: its name, which all of its lines have.
         client: the number of the first such client in the run.
         keys: what identifies the holder of the records, such as a name; none if it may be anybody.
-        released: with caveats, if there are any.
+        released: with the caveats of the run.
+        delta, budget: of the client in this run; the budget is an epsilon.
         planned: what counts as well, because results decide the end or the noise of the run.
-        reserved: epsilon and delta that count instead, because results of other runs have chosen the releases.
+        chosen: whether results of other runs have chosen the releases. Then budget and delta count instead.
+        rows_per_person: the most rows of a person that are used, if that is known.
     """
 
     run: str
@@ -57,24 +59,27 @@ class Line:
     adjacency: str
     sampling: str
     accountant: str
+    budget: float = math.inf
     planned: tuple[Event, ...] | None = None
-    reserved: tuple[float, float] | None = None
+    chosen: bool = False
+    rows_per_person: int | None = None
 
     @functools.cached_property
     def counts(self) -> tuple[Event, ...]:
         """The releases that are composed."""
-        if self.reserved is not None:
+        if self.chosen:
             return ()
         return self.released if self.planned is None else tuple(pointwise_maximum(self.released, self.planned))
 
     @property
     def costs(self) -> bool:
-        return bool(self.counts) or self.reserved is not None
+        """Whether anything is released."""
+        return self.chosen or any(isinstance(event, Release) for event in self.counts)
 
     @property
     def filtered(self) -> bool:
         """Whether more counts than was released."""
-        if self.planned is None or self.reserved is not None:
+        if self.planned is None or self.chosen:
             return False
         return {*composed(self.counts, 0.5).releases} != {*composed(self.released, 0.5).releases}
 
@@ -87,6 +92,7 @@ class Total:
     epsilon was computed, and `neighbours` what neighbouring data sets are.
     """
 
+    keys: Keys
     lines: tuple[Line, ...]
     runs: Keys
     epsilon: float
@@ -98,14 +104,23 @@ class Total:
     neighbours: str
 
     @property
+    def name(self) -> str:
+        return min(self.keys, default="any client")
+
+    @property
     def released(self) -> tuple[Event, ...]:
         return tuple(event for line in self.lines for event in line.released)
 
-    def guarantee(self, most_records: int | None = None, caveats: Iterable[Event] = ()) -> Guarantee:
-        """Return the guarantee, with further caveats; see `guarantee` for `most_records`."""
+    @property
+    def budget(self) -> float:
+        """The budget of its only run; none limits several ones together."""
+        return self.lines[0].budget if len(self.lines) == 1 else math.inf
+
+    @property
+    def guarantee(self) -> Guarantee:
         accountant, words = get_accountant(self.accountant, self.adjacency), SAMPLERS[self.sampling].words
-        events, bound = [*self.released, *caveats], (self.epsilon, self.method)
-        stated = guarantee(events, self.delta, accountant, words, (), bound, most_records)
+        bound, most = (self.epsilon, self.method), [line.rows_per_person or 0 for line in self.lines]
+        stated = guarantee(self.released, self.delta, accountant, words, (), bound, max(most, default=0) or None)
         return replace(stated, adjacency=self.neighbours)
 
     def beside(self, run: str | None, limit: tuple[float, float, float] | None = None) -> CumulativeGuarantee:
@@ -134,12 +149,12 @@ def compose(
     This alone decides which lines are of one holder (`histories`), at which delta (that of the question, else the
     smallest above 0), under which relation (`relation_of_all`) and sampling (the weakest), and with which accountant
     (that of the question, else that of all runs, else PLD). Several runs with many different mechanisms, or of clients
-    that cannot be told apart, are composed by RDP. What is `reserved` is added.
+    that cannot be told apart, are composed by RDP. Budgets of `chosen` releases are added.
 
     Reference: Rogers et al. (2016), https://arxiv.org/abs/1605.08294, on releases that earlier results have chosen.
     """
     found = histories(lines, of)
-    questions = [_Question(each, delta, accountant) for each in found.values()]
+    questions = [_Question(keys, each, delta, accountant) for keys, each in found.items()]
     bounds: dict[Hashable, tuple[float, str]] = {}
     for kind in dict.fromkeys(one.kind for one in questions):
         queries, _ = numbered([query for one in questions if one.kind == kind for query in one.queries])
@@ -184,16 +199,16 @@ def _by_run(lines: Sequence[Line]) -> History:
 
 
 def _cost(line: Line) -> Hashable:
-    return line.counts, line.reserved, line.delta, line.adjacency, line.sampling
+    return line.counts, line.chosen, line.budget, line.delta, line.adjacency, line.sampling
 
 
 class _Question:
     """What the releases of one holder cost. Its history is one of `each`."""
 
-    def __init__(self, each: Sequence[History], delta: float | None, accountant: str | None) -> None:
-        self.each = each
+    def __init__(self, keys: Keys, each: Sequence[History], delta: float | None, accountant: str | None) -> None:
+        self.keys, self.each = keys, each
         self.lines = [line for history in each for run in history for line in run]
-        deltas = [line.delta for line in self.lines if line.delta > 0 and line.reserved is None]
+        deltas = [line.delta for line in self.lines if line.delta > 0 and not line.chosen]
         self.delta = min(deltas, default=0.0) if delta is None else delta
         self.adjacency = relation_of_all([line.adjacency for line in self.lines] or ["add_remove"])
         named = {line.accountant for line in self.lines}
@@ -228,13 +243,14 @@ class _Question:
             (epsilon, method), lines = max((self._by_rdp(history) for history in self.each), key=lambda one: one[0])
         method += f", {FILTER}" if any(line.filtered for line in lines) else ""
         reserved = [max(sums) for sums in zip(*map(self._reserved, self.each), strict=True)]
-        if chosen := len({line.run for line in self.lines if line.reserved is not None}):
+        if chosen := len({line.run for line in self.lines if line.chosen}):
             words = f"addition of the budgets of {counted(chosen, 'run')} ({CHOSEN})"
             method = f"{method}, and {words}" if any(line.counts for line in self.lines) else words
         own = ADJACENCIES_OF_PERSONS if self.adjacency in ADJACENCIES_OF_PERSONS else ADJACENCIES
         persons = any(line.adjacency in ADJACENCIES_OF_PERSONS for line in self.lines)
         mixed = " by another one of the same person" if persons and own is ADJACENCIES else ""
         return Total(
+            keys=self.keys,
             lines=lines,
             runs=frozenset(line.run for line in self.lines if line.costs),
             epsilon=exact_sum([epsilon, reserved[0]]),
@@ -247,14 +263,13 @@ class _Question:
         )
 
     def _reserved(self, history: History) -> tuple[float, float]:
-        """Return the epsilon and the delta that are reserved in all runs: of each run, the largest."""
+        """Return the epsilon and the delta of all runs whose releases were chosen: of each run, the largest."""
         replaces = relation_of(self.adjacency) == "replace_one"
         each = []
         for run in history:
-            own = [
-                (line.reserved or (0.0, 0.0), replaces and relation_of(line.adjacency) == "add_remove") for line in run
-            ]
-            each.append([replaced(*bound) if other else bound for bound, other in own])
+            own = [(line.budget, line.delta) if line.chosen else (0.0, 0.0) for line in run]
+            twice = [replaces and relation_of(line.adjacency) == "add_remove" for line in run]
+            each.append([replaced(*bound) if both else bound for bound, both in zip(own, twice, strict=True)])
         epsilon, delta = (exact_sum(max(one[place] for one in run) for run in each) for place in (0, 1))
         return epsilon, delta
 

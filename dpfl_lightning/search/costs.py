@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from dpfl_lightning.loop import FederatedLoop
@@ -18,96 +18,80 @@ from dpfl_lightning.runtime.text import at_most, columns, counted
 _MOST_CLIENTS = 30
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The most that a run can cost each of N clients, known before it begins.
-
-    Args:
-        epsilon: budget of each client, or the epsilon of its plan if that is larger, `[N]`; None means no bound.
-        delta: `[N]`, in [0, 1).
-        events: what each client releases at most, and the caveats of its guarantee, `[N]`.
-        accountant, adjacency, sampling: those of the run, by name.
-        rows_per_person: of the run, see `guarantee`.
-        names: the clients'.
-        chosen: whether results of earlier runs on the same records may change the events. Then only the budgets are
-            known in advance.
-    """
-
-    epsilon: tuple[float | None, ...]
-    delta: tuple[float, ...]
-    events: tuple[tuple[Event, ...], ...]
-    accountant: str = "pld"
-    adjacency: str = "add_remove"
-    sampling: str = "poisson"
-    rows_per_person: int | None = None
-    names: tuple[str, ...] = ()
-    chosen: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the cost as JSON, in which equal clients share their events."""
-        different, places = numbered(self.events)
-        kinds = [[event.as_dict() for event in events] for events in different]
-        return {**vars(self), "events": kinds, "events_of": places}
-
-    @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> Cost:
-        """Return the cost that `as_dict` stored."""
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
-        }
-        kinds = [tuple(map(event_of, events)) for events in fields.pop("events")]
-        events = tuple(kinds[place] for place in fields.pop("events_of"))
-        return cls(**fields, events=events)
+#: the most that a run can cost each of N clients, known before it begins `[N]`; without a name they have no keys
+Cost = Sequence[Line]
 
 
 def planned_cost(loop: FederatedLoop) -> Cost:
-    """Return the cost of the run that `loop` is about to make. Its noise is solved; nothing is charged."""
-    clients, accountant = loop.plan_schedule().clients, loop.config.accountant
+    """Return the cost of the run that `loop` is about to make. Its noise is solved; nothing is charged.
+
+    The budget of a client is the epsilon of its plan if that is larger.
+    """
+    clients, accountant, names = loop.plan_schedule().clients, loop.config.accountant, loop.config.facts.names
     besides: list[Event] = [*map(Caveat, loop.config.caveats), *map(NonPrivateEvent, loop.clients.unprotected)]
     events = once_each(lambda schedule: (*schedule.events(), *besides), clients)
-    queries, places = numbered([(one, schedule.delta) for one, schedule in zip(events, clients, strict=True)])
-    bounds = accountant.bounds(queries)
-    most = [max(bounds[place][0], schedule.target_epsilon) for place, schedule in zip(places, clients, strict=True)]
-    return Cost(
-        tuple(map(finite_or_none, most)),
-        tuple(schedule.delta for schedule in clients),
-        tuple(events),
-        accountant.name,
-        accountant.adjacency,
-        loop.clients.sampling,
-        loop.clients.most_records,
-        loop.config.facts.names,
-        loop.config.replans,
-    )
+    lines = [
+        Line(
+            run="planned",
+            client=client,
+            keys=Keys([str(client)]),
+            released=events[client],
+            delta=schedule.delta,
+            adjacency=accountant.adjacency,
+            sampling=loop.clients.sampling,
+            accountant=accountant.name,
+            budget=schedule.target_epsilon,
+            rows_per_person=loop.clients.most_records,
+        )
+        for client, schedule in enumerate(clients)
+    ]
+    most = [max(line.budget, total.epsilon) for line, total in zip(lines, compose(lines).values(), strict=True)]
+    chosen = loop.config.replans
+    return [replace(line, keys=Keys(names[i : i + 1]), budget=most[i], chosen=chosen) for i, line in enumerate(lines)]
 
 
 def composed_costs(costs: Sequence[Cost]) -> dict[str, Guarantee]:
     """Return each client's guarantee for all runs, see `compose`, by its name or number.
 
-    Without names, client k is the same in runs of as many clients; otherwise it may be anybody. Of runs whose events
-    were `chosen` from results, the budgets are added, and the guarantee says so.
+    Without names, client k is the same in runs of as many clients; otherwise it may be anybody.
     """
-    most = max((cost.rows_per_person for cost in costs if cost.rows_per_person), default=None)
-    alike = len({len(cost.delta) for cost in costs}) == 1 and not any(cost.names for cost in costs)
-    totals = compose(line for number, cost in enumerate(costs) for line in _lines(cost, number, alike))
-    return {min(keys, default="any client"): total.guarantee(most) for keys, total in totals.items()}
+    alike = len(set(map(len, costs))) == 1 and not any(line.keys for cost in costs for line in cost)
+    totals = compose(
+        replace(line, run=str(run), keys=Keys([str(line.client)]) if alike else line.keys)
+        for run, cost in enumerate(costs)
+        for line in cost
+    )
+    return {total.name: total.guarantee for total in totals.values()}
 
 
-def _lines(cost: Cost, run: int, alike: bool) -> list[Line]:
-    """Return what each client of a run costs; numbers tell clients apart if those of all runs are `alike`."""
-    names = cost.names or (tuple(map(str, range(len(cost.delta)))) if alike else ())
-    means = cost.adjacency, cost.sampling, cost.accountant, None
+def chosen_if(chosen: bool, cost: Cost) -> Cost:
+    """Return a cost whose releases results have `chosen`, if they have, or as it was."""
+    return [replace(line, chosen=line.chosen or chosen) for line in cost]
+
+
+def stored(cost: Cost) -> dict[str, Any]:
+    """Return a cost as JSON, in which equal clients share their events."""
+    different, places = numbered([line.released for line in cost])
+    of_run = ("adjacency", "sampling", "accountant", "chosen", "rows_per_person")
+    return {
+        **{name: getattr(cost[0], name) for name in of_run},
+        "names": [min(line.keys, default=None) for line in cost],
+        "budget": [finite_or_none(line.budget) for line in cost],
+        "delta": [line.delta for line in cost],
+        "events": [[event.as_dict() for event in events] for events in different],
+        "events_of": places,
+    }
+
+
+def cost_of(content: Mapping[str, Any]) -> Cost:
+    """Return the cost that `stored` describes."""
+    columns = ("names", "budget", "delta", "events", "events_of")
+    of_run = {name: value for name, value in content.items() if name not in columns}
+    kinds = [tuple(map(event_of, events)) for events in content["events"]]
+    rows = zip(*(content[name] for name in ("names", "budget", "delta", "events_of")), strict=True)
     return [
-        Line(
-            str(run),
-            client,
-            Keys(names[client : client + 1]),
-            cost.events[client],
-            cost.delta[client],
-            *means,
-            (_bound(cost.epsilon[client]), cost.delta[client]) if cost.chosen else None,
-        )
-        for client in range(len(cost.delta))
+        Line("planned", i, Keys([] if name is None else [name]), kinds[place], delta, budget=_bound(budget), **of_run)
+        for i, (name, budget, delta, place) in enumerate(rows)
     ]
 
 
@@ -124,7 +108,7 @@ def costs_of(begun: Sequence[Mapping[str, Any]]) -> list[Cost]:
     A trial counts with everything it planned even if it was pruned, failed or died, because its length depends on the
     trials' results.
     """
-    return [Cost.of(stored) for noted in begun for stored in noted.get("costs", ())]
+    return [cost_of(content) for noted in begun for content in noted.get("costs", ())]
 
 
 def summary(costs: Sequence[Cost]) -> dict[str, Any] | None:
@@ -144,7 +128,7 @@ def summary(costs: Sequence[Cost]) -> dict[str, Any] | None:
         "names": list(by_name),
         "unit": worst.unit,
         "guarantee": worst.words(),
-        "composed": not any(cost.chosen for cost in costs),
+        "composed": not any(line.chosen for cost in costs for line in cost),
         "not_covered": list(worst.not_covered),
     }
 

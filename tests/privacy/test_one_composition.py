@@ -18,6 +18,7 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, Release
 from dpfl_lightning.privacy.accounting.guarantee import FILTER
+from dpfl_lightning.privacy.compose import Keys, Line
 from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount
 from dpfl_lightning.privacy.ledger.file import Charge, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
@@ -100,8 +101,8 @@ def write(folder: Path, run: Run) -> Path:
     if run.planned:
         identity["planned"] = {"events": [[one.as_dict() for one in run.planned]], "of": [0] * count}
     folder.mkdir(parents=True)
-    means = run.accountant, run.adjacency, run.sampling, (run.delta,) * count, (9.0,) * count
-    ledger = Ledger(folder / "ledger.jsonl", Header(*means, identity=identity))
+    head = Header(run.accountant, run.adjacency, run.sampling, (run.delta,) * count, (9.0,) * count, identity=identity)
+    ledger = Ledger(folder / "ledger.jsonl", head)
     charges = [Charge(i, 1, "train", one, n) for i, events in enumerate(run.released) for n, one in enumerate(events)]
     ledger.charge(charges)
     ledger.close()
@@ -111,17 +112,16 @@ def write(folder: Path, run: Run) -> Path:
 def costs(runs: Sequence[Run]) -> list[Cost]:
     """The same runs as those of trials, which count with all that they plan."""
     return [
-        Cost(
-            (9.0,) * len(run.released),
-            (run.delta,) * len(run.released),
-            tuple(run.planned or events for events in run.released),
-            run.accountant,
-            run.adjacency,
-            run.sampling,
-            names=run.names,
-        )
+        [
+            Line("", i, Keys(run.names[i : i + 1]), run.planned or events, run.delta, *means(run))
+            for i, events in enumerate(run.released)
+        ]
         for run in runs
     ]
+
+
+def means(run: Run) -> tuple[str, str, str]:
+    return run.adjacency, run.sampling, run.accountant
 
 
 @pytest.fixture

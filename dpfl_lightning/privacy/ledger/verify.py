@@ -1,36 +1,16 @@
 """Verify ledgers, and compute every epsilon again from them alone."""
 
 import dataclasses
-import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from dpfl_lightning.config.options import MOST_ROWS
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.privacy.accounting.events import Caveat, Release, noised_steps
+from dpfl_lightning.privacy.accounting.events import Caveat, Release
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.compose import Keys, Line, Total, compose
 from dpfl_lightning.privacy.ledger.file import Charge, Verified, head_file, verify
-
-
-@dataclasses.dataclass(frozen=True)
-class Account:
-    """Releases of one client in all ledgers by purpose, what they cost, and its budget if it is in one ledger only.
-
-    The epsilon of `total` is guaranteed. It is above `epsilon`, which was paid, if the end of a run follows from its
-    results: then it is that of all that was planned.
-    """
-
-    client: str
-    releases: dict[str, int]
-    epsilon: float
-    epsilon_budget: float
-    total: Total
-
-    @property
-    def steps(self) -> int:
-        return noised_steps(self.total.released)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,27 +25,26 @@ class VerifiedLedger:
 
 @dataclasses.dataclass(frozen=True)
 class Composed:
-    """Ledgers, and the account of each client; `matched` says how clients were recognised: "name" or "nothing"."""
+    """Ledgers, and what all releases of each client in them cost together.
+
+    `paid` is what was charged, and `guaranteed` is above it if the end of a run follows from its results: then it is
+    the cost of all that was planned. `matched` says how clients were recognised: by "name", or by "nothing".
+    """
 
     ledgers: tuple[VerifiedLedger, ...]
     matched: str
-    accounts: tuple[Account, ...]
+    paid: tuple[Total, ...]
+    guaranteed: tuple[Total, ...]
 
     @property
     def weakest(self) -> Guarantee:
         """The guarantee with the largest epsilon."""
-        return self._promise(max(self.accounts, key=lambda account: account.total.epsilon))
+        return max(self.guaranteed, key=lambda total: total.epsilon).guarantee
 
-    def guarantees(self) -> list[Guarantee]:
-        """Return the guarantee of each account."""
-        return list(map(self._promise, self.accounts))
-
-    def _promise(self, account: Account) -> Guarantee:
-        headers = [one.verified.header for one in self.ledgers]
-        caveats = dict.fromkeys(words for header in headers for words in header.caveats)
-        stated = [header.identity.get("privacy.rows_per_person") for header in headers]
-        most = max((one for one in stated if type(one) is int and 1 <= one <= MOST_ROWS), default=None)
-        return account.total.guarantee(most, map(Caveat, caveats))
+    def releases(self, total: Total) -> Counter[str]:
+        """Return the number of releases by purpose."""
+        of_run = {one.verified.header.run: one.releases for one in self.ledgers}
+        return sum((of_run[line.run][line.client] for line in total.lines), Counter[str]())
 
 
 def ledger_of(folder: str | Path) -> Path:
@@ -96,25 +75,14 @@ def read(
     numbers = len(ledgers) == 1 or (one_population and len(names) == 1)
     lines = [line for ledger in ledgers for line in _lines(ledger, numbers)]
     try:
-        totals = compose(lines, delta, accountant)
+        guaranteed = compose(lines, delta, accountant)
         paid = compose([dataclasses.replace(line, planned=None) for line in lines], delta, accountant)
     except UserError as error:
         if accountant is not None or delta is not None or len(paths) > 1:
             raise
         raise UserError(f"`{paths[0]}` must hold events that can be composed, got an error: {error}") from None
-    known = {ledger.verified.header.run: ledger for ledger in ledgers}
-    accounts = [_account(keys, total, paid[keys].epsilon, known) for keys, total in totals.items()]
     matched = "name" if all(line.keys for line in lines) else "nothing"
-    return Composed(ledgers, matched, tuple(accounts))
-
-
-def _account(keys: Keys, total: Total, paid: float, ledgers: Mapping[str, VerifiedLedger]) -> Account:
-    of_lines = [(ledgers[line.run], line.client) for line in total.lines]
-    releases = sum((ledger.releases[client] for ledger, client in of_lines), Counter[str]())
-    budgets = [ledger.verified.header.epsilon[client] for ledger, client in of_lines]
-    return Account(
-        min(keys, default="any client"), dict(releases), paid, budgets[0] if len(budgets) == 1 else math.inf, total
-    )
+    return Composed(ledgers, matched, tuple(paid.values()), tuple(guaranteed.values()))
 
 
 def _verified(path: Path) -> VerifiedLedger:
@@ -140,8 +108,20 @@ def _lines(ledger: VerifiedLedger, numbers: bool) -> list[Line]:
     """Return what each client of a ledger has released. Its name is its key, or its number, if these are known."""
     header = ledger.verified.header
     known, plans = numbers or bool(header.identity.get("names")), header.planned or (None,) * len(ledger.events)
-    means = header.adjacency, header.sampling, header.accountant
+    most, caveats = header.identity.get("privacy.rows_per_person"), tuple(map(Caveat, header.caveats))
     return [
-        Line(header.run, i, Keys([header.name_of(i)] if known else []), events, delta, *means, plan)
-        for i, (events, delta, plan) in enumerate(zip(ledger.events, header.delta, plans, strict=True))
+        Line(
+            run=header.run,
+            client=client,
+            keys=Keys([header.name_of(client)] if known else []),
+            released=(*events, *caveats),
+            delta=header.delta[client],
+            adjacency=header.adjacency,
+            sampling=header.sampling,
+            accountant=header.accountant,
+            budget=header.epsilon[client],
+            planned=plans[client],
+            rows_per_person=most if type(most) is int and 1 <= most <= MOST_ROWS else None,
+        )
+        for client, events in enumerate(ledger.events)
     ]
