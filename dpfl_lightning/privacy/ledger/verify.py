@@ -76,7 +76,9 @@ def read(
     lines = [line for ledger in ledgers for line in _lines(ledger, numbers)]
     try:
         guaranteed = compose(lines, delta, accountant)
-        paid = compose([dataclasses.replace(line, planned=None) for line in lines], delta, accountant)
+        paid = guaranteed
+        if any(line.planned for line in lines):
+            paid = compose([dataclasses.replace(line, planned=None) for line in lines], delta, accountant)
     except UserError as error:
         if accountant is not None or delta is not None or len(paths) > 1:
             raise
