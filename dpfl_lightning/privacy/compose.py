@@ -195,7 +195,7 @@ def _by_run(lines: Sequence[Line]) -> History:
     runs: dict[str, list[Line]] = {}
     for line in [one for one in lines if one.costs] or lines:
         runs.setdefault(line.run, []).append(line)
-    return [run if len(run) == 1 else list({_cost(line): line for line in run}.values()) for run in runs.values()]
+    return [run if len(run) == 1 else list({_cost(line): line for line in run[::-1]}.values()) for run in runs.values()]
 
 
 def _cost(line: Line) -> Hashable:

@@ -178,7 +178,7 @@ def test_sites_and_other_runs_are_told_apart(tmp_path):
         None,
     ]
     words = words_of(a_page(a_view(tmp_path), [promise(1.0).with_account(one) for one in several]))
-    assert "0 2 1 5.5 8 250 1 in 1,000" in words and "1 0 1 no bound none no bound" in words
+    assert "0 2 1 5.5 0.001 8 250 1 in 1,000" in words and "1 0 1 no bound 0.001 none no bound" in words
     assert "cannot say" not in words
 
 

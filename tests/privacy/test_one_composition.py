@@ -199,6 +199,7 @@ def test_the_end_of_a_run_its_page_its_plan_and_the_account_give_one_answer(tmp_
     assert listed["epsilon"] == together.epsilon == bergen.epsilon > result.guarantee.epsilon
     assert listed["delta"] == together.delta == bergen.delta == 1e-4
     assert listed["accountant"] == together.accountant == bergen.accountant
-    words = f"epsilon {at_most(bergen.epsilon)}, at delta 0.0001 (add or remove one record)"
+    means = f"add or remove one record; Poisson sampling; {bergen.accountant}"
+    words = f"epsilon {at_most(bergen.epsilon)}, at delta 0.0001 ({means})"
     page = (tmp_path / "second" / "guarantee.html").read_text()
     assert words in planned and words in page and words in result.guarantee.words()

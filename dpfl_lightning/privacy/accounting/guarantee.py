@@ -87,21 +87,21 @@ class CumulativeGuarantee:
     used: float | None = None
 
     def words(self) -> str:
-        """Return what the runs cost together, as one sentence.
-
-        >>> print(CumulativeGuarantee(2, 5.5, 1e-4, "PLD", "add or remove one record", "", 8.0, 1e-4, 0.7).words())
-        With 2 other runs on the same records: epsilon 5.5 of a limit of 8, at delta 0.0001 (add or remove one record).
-        """
+        """Return what the runs cost together, as one sentence."""
         runs = f"With {counted(self.runs, 'other run')}" if self.runs else "With no other run"
         return f"{runs} on the same records: {self.cost()}."
 
     def cost(self) -> str:
-        """Return epsilon, a limit, delta and what neighbouring data sets are, in words."""
+        """Return epsilon, a limit, delta, what neighbouring data sets are, sampling and accountant, in words.
+
+        >>> print(CumulativeGuarantee(2, 5.5, 0.1, "PLD", "add or remove one record", "full batches", 8.0, 0.1).cost())
+        epsilon 5.5 of a limit of 8, at delta 0.1 (add or remove one record; full batches; PLD)
+        """
         cost = "no bound on epsilon" if math.isinf(self.epsilon) else f"epsilon {at_most(self.epsilon)}"
         if self.limit is not None and self.limit_delta is not None:
             at = "" if self.limit_delta == self.delta else f" at delta {at_most(self.limit_delta)}"
             cost += f" of a limit of {at_most(self.limit)}{at}"
-        return f"{cost}, at delta {at_most(self.delta)} ({self.adjacency})"
+        return f"{cost}, at delta {at_most(self.delta)} ({self.adjacency}; {self.sampling}; {self.accountant})"
 
     @property
     def urgency(self) -> tuple[float, float]:
