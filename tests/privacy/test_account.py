@@ -387,6 +387,22 @@ def test_a_refused_run_keeps_what_it_says_of_names(account):
     assert run == "a" * 32
 
 
+def test_clients_without_names_count_for_every_limit(account):
+    """Any of them may be a holder that has a limit."""
+    one = get_accountant("rdp").epsilon([EVENT], DELTA)
+    account.limit("bergen", 1.9 * one, DELTA)
+    account.limit(NAMELESS, 9 * one, DELTA)
+    account.enter(entry("a" * 32, ("bergen",)))
+    account.charge([(0, EVENT)])
+    account.enter(entry("b" * 32, (NAMELESS, NAMELESS)))
+    account.charge([(0, GaussianEvent(0.02, 5.0, 1))])
+    unnamed, bergen = account.holders()
+    with pytest.raises(UserError, match="keep the limit of bergen"):
+        account.charge([(1, event) for event in [EVENT] * 3])
+    assert {holder.names for holder in (unnamed, bergen)} == {("bergen",), (NAMELESS,)}
+    assert unnamed.together.epsilon == bergen.together.epsilon > TIGHT.epsilon([EVENT], DELTA)
+
+
 def test_a_resumed_run_keeps_its_data_holders(account, tmp_path):
     """Else a refused resume with other records would give what was released to their holder."""
     runs = Runs(account, tmp_path)

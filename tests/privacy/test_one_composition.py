@@ -1,7 +1,9 @@
 """Six questions about two or more runs on the same records: every command that answers one gives the same answer."""
 
 import dataclasses
+import itertools
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, Release
 from dpfl_lightning.privacy.accounting.guarantee import FILTER
-from dpfl_lightning.privacy.compose import Keys, Line
+from dpfl_lightning.privacy.compose import Keys, Line, compose
 from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount
 from dpfl_lightning.privacy.ledger.file import Charge, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
@@ -203,3 +205,37 @@ def test_the_end_of_a_run_its_page_its_plan_and_the_account_give_one_answer(tmp_
     words = f"epsilon {at_most(bergen.epsilon)}, at delta 0.0001 ({means})"
     page = (tmp_path / "second" / "guarantee.html").read_text()
     assert words in planned and words in page and words in result.guarantee.words()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_holder_costs_more_than_is_said(seed):
+    """Of random runs, whoever the clients without names are: by another library."""
+    draw = random.Random(seed)
+    relation = draw.choice(["add_remove", "replace_one"])
+    lines = []
+    for run in range(2):
+        names = draw.choice([["bergen", "oslo"], ["oslo", "lund"], ["", ""]])
+        for client, name in enumerate(names):
+            events = (GaussianEvent(draw.choice([0.02, 0.1, 1.0]), draw.choice([2.0, 4.0, 9.0]), 3),)
+            delta, means = draw.choice([1e-3, 1e-4]), (relation, "poisson", draw.choice(["rdp", "pld"]))
+            lines.append(Line(str(run), client, Keys([name] if name else []), events, delta, *means))
+    found = compose(lines)
+    assert set(found) == {line.keys for line in lines}
+    for keys, total in found.items():
+        own = [line for line in lines if line.keys == keys or not line.keys]
+        runs = [[line for line in own if line.run == run] for run in sorted({line.run for line in own})]
+        for choice in itertools.product(*runs):
+            events = tuple(sorted((event for line in choice for event in line.released), key=repr))
+            assert total.delta <= min(line.delta for line in choice)
+            assert total.epsilon >= oracle.lower_bound(events, total.delta, relation) - 1e-6
+
+
+def test_who_has_no_name_may_be_each_holder_with_one():
+    means = {"delta": 1e-4, "adjacency": "add_remove", "sampling": "poisson", "accountant": "pld"}
+    named = [Line("a", i, Keys([name]), (LARGE,) * (2 - i), **means) for i, name in enumerate(("bergen", "oslo"))]
+    unknown = [Line("b", i, Keys(), (event,), **means) for i, event in enumerate((SMALL, LARGE))]
+    tight = {n: get_accountant("pld").epsilon([LARGE] * n, 1e-4) for n in (1, 2, 3)}
+    found = {total.name: total.epsilon for total in compose([*named, *unknown]).values()}
+    assert found == {"bergen": tight[3], "oslo": tight[2], "any client": tight[3]}
+    found = {total.name: total.epsilon for total in compose([*named, *unknown], of=[Keys(["lund"])]).values()}
+    assert found == {"lund": tight[1]}, "it is in no run with names"
