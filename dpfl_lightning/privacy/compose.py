@@ -210,7 +210,7 @@ class _Question:
         self.lines = [line for history in each for run in history for line in run]
         deltas = [line.delta for line in self.lines if line.delta > 0 and not line.chosen]
         self.delta = min(deltas, default=0.0) if delta is None else delta
-        self.adjacency = relation_of_all([line.adjacency for line in self.lines] or ["add_remove"])
+        self.adjacency = relation_of_all([line.adjacency for line in self.lines])
         named = {line.accountant for line in self.lines}
         self.accountant = accountant or (named.pop() if len(named) == 1 else "pld")
         self.choices = list(itertools.chain(*(itertools.product(*history) for history in each))) if self._few else []
@@ -297,8 +297,8 @@ def relation_of_all(adjacencies: Sequence[str]) -> str:
     a record that its person replaces.
     """
     different = set(adjacencies)
-    if len(different) == 1:
-        return adjacencies[0]
+    if len(different) <= 1:
+        return next(iter(adjacencies), "add_remove")
     return "replace_one_of_persons" if different <= ADJACENCIES_OF_PERSONS.keys() else "replace_one"
 
 
@@ -363,8 +363,6 @@ class RenyiFilter:
 
     def used(self, each: Sequence[History]) -> float:
         """Return the share of the budget that a holder has used, whose history is one of `each`; 1 is the limit."""
-        relation = relation_of_all(
-            [line.adjacency for history in each for run in history for line in run] or ["add_remove"]
-        )
+        relation = relation_of_all([line.adjacency for history in each for run in history for line in run])
         rdp = _rdp(relation, (self.order,))
         return max(float(worst_curve(history, rdp)[0]) for history in each) / self.budget
