@@ -19,7 +19,7 @@ from dpfl_lightning.privacy.accounting.accountant import (
     relation_of,
     rounded_up,
 )
-from dpfl_lightning.privacy.accounting.events import Event, Release, composed
+from dpfl_lightning.privacy.accounting.events import Composed, Event, NoisedEvent, Release, composed
 from dpfl_lightning.privacy.accounting.guarantee import CHOSEN, FILTER, CumulativeGuarantee, Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import numbered
 from dpfl_lightning.privacy.accounting.rdp import ORDERS, converted
@@ -76,12 +76,38 @@ class Line:
         """Whether anything is released."""
         return self.chosen or any(isinstance(event, Release) for event in self.counts)
 
+    @functools.cached_property
+    def _merged(self) -> Composed:
+        merged = composed(self.counts, 0.5)
+        return replace(merged, releases=tuple(sorted(merged.releases, key=lambda one: (one.kind, one.parameters()))))
+
+    def covers(self, other: "Line") -> bool:
+        """Whether this line costs at least as much, whatever else is composed: each release has one that it covers.
+
+        A step at a lower sample rate is a mixture of a step at a higher one and of a step without the record, and more
+        noise is less noise with independent noise added.
+        """
+        if (self.adjacency, self.sampling, self.chosen) != (other.adjacency, other.sampling, other.chosen):
+            return False
+        if self.chosen or not 0 < self.delta <= other.delta or self._merged.unprotected < other._merged.unprotected:
+            return False
+        ours, theirs = self._merged.releases, other._merged.releases
+        return len(ours) >= len(theirs) and all(map(_covers, ours, theirs))
+
     @property
     def filtered(self) -> bool:
         """Whether more counts than was released."""
         if self.planned is None or self.chosen:
             return False
         return {*composed(self.counts, 0.5).releases} != {*composed(self.released, 0.5).releases}
+
+
+def _covers(one: Release, other: Release) -> bool:
+    if type(one) is not type(other) or one.total < other.total:
+        return False
+    if isinstance(one, NoisedEvent) and isinstance(other, NoisedEvent):
+        return one.sample_rate >= other.sample_rate and one.noise <= other.noise
+    return one.parameters() == other.parameters()
 
 
 @dataclass(frozen=True)
@@ -184,18 +210,29 @@ def histories(lines: Iterable[Line], of: Collection[Keys] | None = None) -> dict
     own: dict[Keys, list[Line]] = {}
     for line in every:
         own.setdefault(holder_of[min(line.keys)] if line.keys else ANYBODY, []).append(line)
-    anybody = own.pop(ANYBODY, [])
-    each, unknown = {keys: _by_run([*some, *anybody]) for keys, some in own.items()}, _by_run(anybody)
+    unknown = _by_run(own.pop(ANYBODY, []))
+    anybody = list(itertools.chain(*unknown))
+    each = {keys: _by_run([*some, *anybody]) for keys, some in own.items()}
     asked = [*own, *([ANYBODY] if anybody else [])] if of is None else of
     return {keys: [each.get(keys, unknown)] if keys else [unknown, *each.values()] for keys in asked}
 
 
 def _by_run(lines: Sequence[Line]) -> History:
-    """Return the different lines of each run that cost something, or all if none does."""
+    """Return the lines of each run that cost something, or all if none does, without those that another one covers."""
     runs: dict[str, list[Line]] = {}
     for line in [one for one in lines if one.costs] or lines:
         runs.setdefault(line.run, []).append(line)
-    return [run if len(run) == 1 else list({_cost(line): line for line in run[::-1]}.values()) for run in runs.values()]
+    return [run if len(run) == 1 else _uncovered(run) for run in runs.values()]
+
+
+def _uncovered(run: Sequence[Line]) -> Sequence[Line]:
+    found: list[Line] = []
+    for line in {_cost(line): line for line in run[::-1]}.values():
+        if not any(one.covers(line) for one in found):
+            found = [*(one for one in found if not line.covers(one)), line]
+        if len(found) > _MOST_TIGHT:  # too many choices in any case
+            return run
+    return found
 
 
 def _cost(line: Line) -> Hashable:

@@ -17,7 +17,7 @@ from dpfl_lightning.commands.fit import composed_over_seeds
 from dpfl_lightning.commands.ledger import main as ledger_command
 from dpfl_lightning.commands.node import _in_account
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.accountant import Rdp, get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, Release
 from dpfl_lightning.privacy.accounting.guarantee import FILTER
 from dpfl_lightning.privacy.compose import Keys, Line, compose
@@ -239,3 +239,29 @@ def test_who_has_no_name_may_be_each_holder_with_one():
     assert found == {"bergen": tight[3], "oslo": tight[2], "any client": tight[3]}
     found = {total.name: total.epsilon for total in compose([*named, *unknown], of=[Keys(["lund"])]).values()}
     assert found == {"lund": tight[1]}, "it is in no run with names"
+
+
+def test_clients_that_another_one_covers_are_no_choice():
+    """Three seeds of five clients without names compose tightly: in each, one client has the most of everything."""
+    means = {"delta": 1e-4, "adjacency": "add_remove", "sampling": "poisson", "accountant": "pld"}
+    events = [GaussianEvent(0.1 - client / 100, 1.5 + client, 20 - client) for client in range(5)]
+    lines = [Line(str(run), i, Keys(), (event,), **means) for run in range(3) for i, event in enumerate(events)]
+    (total,) = compose(lines).values()
+    assert (total.epsilon, total.method) == get_accountant("pld").bound(events[:1] * 3, 1e-4)
+
+
+@pytest.mark.parametrize("relation", ["add_remove", "replace_one"])
+def test_what_is_covered_costs_at_most_as_much(relation):
+    """At every order, and beside other releases."""
+    draw = random.Random(0)
+    orders, found = (1.5, 4.0, 32.0), []
+    for _ in range(200):
+        pair = [
+            Line("", 0, Keys(), (GaussianEvent(draw.choice([0.01, 0.1, 1.0]), draw.uniform(1, 4), draw.randint(1, 3)),
+                                 LaplaceEvent(draw.uniform(9, 40))), 1e-4, relation, "poisson", "pld")
+            for _ in range(2)
+        ]  # fmt: skip
+        if pair[0].covers(pair[1]):
+            larger, smaller = Rdp(relation, orders).curves([(one.counts, 0.5) for one in pair])
+            found.append(bool((larger >= smaller * (1 - 1e-9)).all()))
+    assert len(found) > 10 and all(found)
