@@ -265,3 +265,15 @@ def test_what_is_covered_costs_at_most_as_much(relation):
             larger, smaller = Rdp(relation, orders).curves([(one.counts, 0.5) for one in pair])
             found.append(bool((larger >= smaller * (1 - 1e-9)).all()))
     assert len(found) > 10 and all(found)
+
+
+def test_the_delta_of_a_limit_is_that_of_the_question(answers, tmp_path, capsys):
+    answers(QUESTIONS["two deltas"][0])
+    account = PrivacyAccount(tmp_path / "account.jsonl")
+    account.limit("bergen", 9.0, 1e-5)
+    (bergen,) = [one.together for one in account.holders() if "bergen" in one.names]
+    folders = [str(folder) for folder in sorted((tmp_path / "runs").iterdir())]
+    assert ledger_command([*folders, "--delta", "1e-5", "--json"]) == 0
+    asked = json.loads(capsys.readouterr().out)["guarantee"]
+    assert (asked["epsilon"], asked["delta"]) == (bergen.epsilon, bergen.delta) == (bergen.epsilon, 1e-5)
+    assert 0 < bergen.used < 1
