@@ -184,8 +184,8 @@ def test_clients_of_several_runs_are_known_by_name_and_not_by_number(tmp_path, r
     second = {"identity": {"names": ["oslo", "lyon"]}, "caveats": ("of the second",), "delta": (1e-5, 1e-5)}
     text, both = composed(tmp_path, report, (first, [TRAIN, a]), ({**second, "sampling": "shuffle"}, [b, TRAIN]))
     rdp = get_accountant("rdp")
-    assert column(both["clients"], "epsilon") == [rdp.epsilon([TRAIN, TRAIN], 1e-5), rdp.epsilon([a, b], 1e-4)]
-    assert column(both["clients"], "delta") == [1e-5, 1e-4]
+    assert column(both["clients"], "epsilon") == [rdp.epsilon([TRAIN, TRAIN], 1e-6), rdp.epsilon([a, b], 1e-5)]
+    assert column(both["clients"], "delta") == [1e-6, 1e-5], "the smallest"
     assert both["clients"][0]["releases"] == {"run 0": 1, "run 1": 1}
     assert both["clients"][0]["epsilon_budget"] is None, "each was for one run"
     assert both["guarantee"]["caveats"] == ["of the first", "of the second"]
@@ -217,14 +217,17 @@ def test_clients_that_nobody_can_recognise_get_the_worst_combination(names, tmp_
         [{"identity": {"records": ["a", "b"], "names": one}} for one in ([], names)],
     )
     text, both = composed(tmp_path, report, (headers[0], [TRAIN, small]), (headers[1], [small, TRAIN]))
-    assert column(both["clients"], "epsilon") == [get_accountant("rdp").epsilon([TRAIN, TRAIN], 1e-4)]
+    rdp = get_accountant("rdp")
+    pairs = {"lyon": [TRAIN, small], "oslo": [TRAIN, TRAIN], "any client": [TRAIN, TRAIN]}
+    expected = {name: rdp.epsilon(pair, 1e-4) for name, pair in pairs.items() if name in (*names, "any client")}
+    assert {row["client"]: row["epsilon"] for row in both["clients"]} == expected
     assert both["matched"] == "nothing" and "worst combination" in text
     assert "not all runs name their clients" in text
     known = read([tmp_path / number / "ledger.jsonl" for number in "01"], one_population=True)
     if names:
         assert known.matched == "nothing", "these are not the clients of one population"
     else:
-        assert [one.epsilon for one in known.accounts] == [get_accountant("rdp").epsilon([TRAIN, small], 1e-4)] * 2
+        assert [one.epsilon for one in known.paid] == [get_accountant("rdp").epsilon([TRAIN, small], 1e-4)] * 2
 
 
 def test_a_folder_above_runs_names_them(tmp_path, capsys):
@@ -238,21 +241,14 @@ def test_a_folder_above_runs_names_them(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"adjacency": "replace_one"}, "with the same adjacency, got 'add_remove, replace_one'"),
-        ({"accountant": "pld"}, "`--accountant` must be given for runs with several accountants, got 'rdp, pld'"),
-    ],
+    ("other", "composed_by"),
+    [({"adjacency": "replace_one"}, ("rdp", "replace_one")), ({"accountant": "pld"}, ("pld", "add_remove"))],
 )
-def test_runs_that_cannot_be_composed_are_refused(other, message, tmp_path, capsys):
-    new_ledger(tmp_path / "a").close()
-    new_ledger(tmp_path / "b", **other).close()
-    words = [str(tmp_path / "a"), str(tmp_path / "b")]
-    assert main(words) == 2
-    output = capsys.readouterr()
-    assert message in output.err and output.out == ""
-    if "accountant" in other:
-        assert main([*words, "--accountant", "rdp"]) == 0
+def test_runs_of_several_adjacencies_or_accountants_are_composed(other, composed_by, tmp_path, report):
+    text, both = composed(tmp_path, report, ({}, [TRAIN]), (other, [TRAIN]))
+    assert column(both["clients"], "epsilon") == [get_accountant(*composed_by).epsilon([TRAIN, TRAIN], 1e-4)]
+    assert "Accountant {}, adjacency {}, sampling: Poisson".format(*composed_by) in text
+    assert report(*(tmp_path / number for number in "01"), "--accountant", "rdp")[1]["accountant"] == "rdp"
 
 
 # ---- what the report says

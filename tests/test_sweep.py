@@ -191,7 +191,7 @@ def test_private_trials_are_composed_from_what_each_of_them_releases(search, tmp
     text, result = search(changed(**PRIVATE, trials=3))
     cost, folder = result["cost"], tmp_path / "out" / "trials" / "mine"
     composed = read([folder / str(number) / "ledger.jsonl" for number in range(3)], one_population=True)
-    assert cost["epsilon"] == [account.epsilon for account in composed.accounts]
+    assert cost["epsilon"] == [account.epsilon for account in composed.paid]
     assert cost["delta"] == [1e-3] * 5 and cost["runs"] == 3 and cost["composed"]
     assert all(budget < epsilon < 3 * budget for budget, epsilon in zip(BUDGETS, cost["epsilon"], strict=True))
     assert composed.weakest.words() == cost["guarantee"]
@@ -362,7 +362,9 @@ def test_a_pruned_run_ends_at_once_and_was_charged_before(tmp_path):
     train = objective(SweepOptions(objective="private", seeds=2), run)
     with pytest.raises(Pruned, match="after 1 of 6 rounds"):
         train(run, tmp_path / "run", lambda step, accuracy: True, costs.append)
-    assert [len(both) for both in costs] == [2] and all(map(math.isfinite, costs[0][1].epsilon)), "both seeds count"
+    assert [len(both) for both in costs] == [2] and all(math.isfinite(line.budget) for line in costs[0][1]), (
+        "both seeds count"
+    )
     assert json.loads((tmp_path / "run" / "seed_0" / "result.json").read_text())["rounds"] == 1
     assert not (tmp_path / "run" / "seed_1").exists()
 
@@ -408,10 +410,10 @@ def test_the_set_and_the_run_are_composed_from_both_ledgers(folders):
     both = read([folder / "ledger.jsonl" for folder in folders], one_population=True)
     assert words == f"Together with the set, composed from both ledgers: {both.weakest.words()}"
     alone = [json.loads((folder / "result.json").read_text())["clients"] for folder in folders]
-    for client, account in enumerate(both.accounts):
+    for client, account in enumerate(both.paid):
         spent = [clients[client]["epsilon_spent"] for clients in alone]
         assert max(spent) < account.epsilon < math.fsum(spent)
-        assert set(account.releases) == {"class_gradients", "train"}
+        assert set(both.releases(account)) == {"class_gradients", "train"}
 
 
 def final(folder, **changed):
@@ -473,7 +475,7 @@ def test_set_and_final_run_composed_from_both_ledgers_use_one_budget(search, new
     out = tmp_path / "out"
     both = of_both(out)
     of_set, of_final = (json.loads((out / name / "result.json").read_text())["clients"] for name in ("set", "final"))
-    for client, (account, budget) in enumerate(zip(both.accounts, BUDGETS, strict=True)):
+    for client, (account, budget) in enumerate(zip(both.paid, BUDGETS, strict=True)):
         spent = of_set[client]["epsilon_spent"], of_final[client]["epsilon_spent"]
         assert spent[0] == pytest.approx(0.3 * budget, rel=1e-4)
         assert 0.999 * budget < account.epsilon <= budget, "all of it, and no more"
@@ -510,8 +512,8 @@ def test_a_shared_budget_is_charged_once_whenever_it_was_stopped(write, tmp_path
     monkeypatch.setattr(RunSession, "evaluate", rounds)
     assert sweep(words) == 0
     both = of_both(out)
-    assert [dict(account.releases) for account in both.accounts] == [{"class_gradients": 3, "train": 2}] * 5
-    assert all(account.epsilon <= budget for account, budget in zip(both.accounts, BUDGETS, strict=True))
+    assert [dict(both.releases(account)) for account in both.paid] == [{"class_gradients": 3, "train": 2}] * 5
+    assert all(account.epsilon <= budget for account, budget in zip(both.paid, BUDGETS, strict=True))
     before = [(out / folder / "ledger.jsonl").read_bytes() for folder in ("set", "final")]
     assert sweep(words) == 0
     assert [(out / folder / "ledger.jsonl").read_bytes() for folder in ("set", "final")] == before

@@ -93,12 +93,13 @@ def _text(account: PrivacyAccount, holders: Sequence[Holder]) -> str:
             "none" if one.together.limit is None else at_most(one.together.limit),
             "" if one.together.used is None else f"{one.together.used:.1%}",
             one.together.adjacency,
+            one.together.sampling,
             one.together.accountant,
         ]
         for one in holders
     ]
-    heads = ["data holder", "runs", "epsilon", "delta", "limit", "limit used", "neighbouring data sets", "accountant"]
-    lines = [f"Account {account.path}", columns([heads, *rows])]
+    costs, means = ["epsilon", "delta", "limit", "limit used"], ["neighbouring data sets", "sampling", "accountant"]
+    lines = [f"Account {account.path}", columns([["data holder", "runs", *costs, *means], *rows])]
     if any(one.together.used is not None for one in holders):
         lines.append(
             "A limit is used up by Renyi differential privacy at one order, a bound that holds though later runs "

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from dpfl_lightning.config.load import load, options_file
 from dpfl_lightning.config.options import Options, named
-from dpfl_lightning.errors import UserError, command, require
+from dpfl_lightning.errors import command, require
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.launcher import invocation, launched
 from dpfl_lightning.runtime.text import counted, shown
 
 _AUTO = "auto"  # value of --resume
-_MOST_COMBINATIONS = 300  # of clients that may be the same in several runs: a second for 60
 
 if TYPE_CHECKING:
     from dpfl_lightning.federated.server.callback import Callback
@@ -248,30 +247,16 @@ def summarise(seeds: Sequence[int], results: Sequence[Mapping[str, Any]], guaran
 
 
 def composed_over_seeds(results: Sequence[Mapping[str, Any]]) -> RunGuarantee:
-    """Return the guarantee of all runs together, composed from their ledgers.
-
-    Clients without names may be another one in each run, so the worst combination counts. If there are too many, the
-    largest epsilons of the runs are added at equal parts of delta.
-    """
-    from dpfl_lightning.privacy.accounting.accountant import exact_sum
+    """Return the guarantee of all runs together, composed from their ledgers as `dpfl ledger` does."""
     from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
     from dpfl_lightning.privacy.ledger.verify import ledger_of, read
 
     paths, rows = [ledger_of(one["output_dir"]) for one in results], [one["clients"] for one in results]
-    try:
-        worst = read(paths, most_combinations=_MOST_COMBINATIONS).weakest
-    except UserError:
-        delta = max(client["delta"] for clients in rows for client in clients)
-        each = [read([path], delta=delta / len(paths)).weakest for path in paths]
-        worst = max(each, key=lambda one: one.epsilon)
-        method = f"{worst.accountant}, with the largest epsilons of the runs added"
-        total = exact_sum(one.epsilon for one in each)
-        worst = dataclasses.replace(worst, epsilon=total, delta=delta, accountant=method)
     unbounded = max(sum(client["epsilon_spent"] is None for client in clients) for clients in rows)
     accounts = [one["guarantee"].together for one in results if one["guarantee"].together is not None]
     last = max(accounts, key=lambda account: account.runs, default=None)  # of the last run
     of_all = None if last is None else dataclasses.replace(last, runs=max(last.runs - len(paths) + 1, 0))
-    all_of = worst.with_account(of_all)
+    all_of = read(paths).weakest.with_account(of_all)
     return RunGuarantee(**vars(all_of), clients=len(rows[0]), unbounded=unbounded, runs=len(paths))
 
 

@@ -11,20 +11,21 @@ from typing import Any
 from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
+from dpfl_lightning.privacy.accounting.events import noised_steps
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS
 from dpfl_lightning.privacy.ledger.account import PrivacyAccount, users_file
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
 from dpfl_lightning.privacy.ledger.verify import Composed, VerifiedLedger, ledger_of, read
-from dpfl_lightning.privacy.sampling import SAMPLERS
+from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import at_most, columns, counted, shown
 from dpfl_lightning.sites.receipt import FILE, read_receipts
 
 _MATCHED = {
-    "name": "Together: releases of clients with the same name are composed, at the largest delta.",
+    "name": "Together: releases of clients with the same name are composed, at the smallest delta.",
     "nothing": (
-        "Together: not all runs name their clients, so anybody may be in all runs under any number. The worst "
-        "combination of clients is stated, at the largest delta."
+        "Together: not all runs name their clients, so clients without names may be anybody. The worst combination of "
+        "clients is stated, at the smallest delta."
     ),
 }
 
@@ -80,14 +81,23 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 def _as_dict(report: Composed) -> dict[str, Any]:
     """Return a dictionary for JSON; an infinite epsilon or budget is None."""
-    rows = [dict(vars(account)) for account in report.accounts]
-    for row in rows:
-        row |= {key: finite_or_none(row[key]) for key in ("epsilon", "guaranteed", "epsilon_budget")}
+    rows = [
+        {
+            "client": paid.name,
+            "releases": report.releases(paid),
+            "steps": noised_steps(paid.released),
+            "epsilon": finite_or_none(paid.epsilon),
+            "guaranteed": finite_or_none(guaranteed.epsilon),
+            "epsilon_budget": finite_or_none(paid.budget),
+            "delta": paid.delta,
+        }
+        for paid, guaranteed in zip(report.paid, report.guaranteed, strict=True)
+    ]
     return {
         "verified": True,
         "ledgers": _ledgers(report),
         "matched": report.matched,
-        "accountant": report.header.accountant,
+        "accountant": _means(report)["accountant"],
         "guarantee": report.weakest.as_dict(),
         "clients": rows,
     }
@@ -108,49 +118,56 @@ def _ledgers(report: Composed) -> list[dict[str, Any]]:
     ]
 
 
+def _means(report: Composed) -> dict[str, str]:
+    """Return the adjacencies and accountants of all accounts, usually one of each."""
+    each = {name: [getattr(total, name) for total in report.paid] for name in ("adjacency", "accountant")}
+    return {name: ", ".join(dict.fromkeys(values)) for name, values in each.items()}
+
+
 def _export(report: Composed, path: Path) -> None:
     """Write every client's events for dp_accounting to a new file."""
     free = not path.exists() and not path.is_symlink() and path.parent.is_dir()
     require(free, "--export", "be a new file in an existing folder", str(path), "Choose another name.")
     rows = []
-    for account, events in zip(report.accounts, report.events, strict=True):
-        relation, event = as_dp_event(events, account.delta, report.header.adjacency)
-        numbers = {"epsilon": finite_or_none(account.epsilon), "delta": account.delta}
-        rows.append({"client": account.client, **numbers, "neighboring_relation": relation, "event": event})
-    facts = {"adjacency": report.header.adjacency, "accountant": report.header.accountant, "ledgers": _ledgers(report)}
+    for total in report.paid:
+        relation, event = as_dp_event(total.released, total.delta, total.adjacency)
+        numbers = {"epsilon": finite_or_none(total.epsilon), "delta": total.delta}
+        rows.append({"client": total.name, **numbers, "neighboring_relation": relation, "event": event})
+    facts = {**_means(report), "ledgers": _ledgers(report)}
     write_text(path, json.dumps({"about": ABOUT, **facts, "clients": rows}, indent=1) + "\n")
 
 
 def _text(report: Composed, overrides: dict[str, Any]) -> str:
     """Return what was verified, a row for each client, and the weakest guarantee."""
-    by_results = any(account.guaranteed > account.epsilon for account in report.accounts)
+    totals = list(zip(report.paid, report.guaranteed, strict=True))
+    by_results = any(guaranteed.epsilon > paid.epsilon for paid, guaranteed in totals)
     rows = [
         [
-            account.client,
-            ", ".join(f"{count} {purpose}" for purpose, count in account.releases.items()) or "none",
-            account.steps,
-            at_most(account.epsilon),
-            *([at_most(account.guaranteed)] if by_results else []),
-            "none" if math.isinf(account.epsilon_budget) else at_most(account.epsilon_budget),
-            at_most(account.delta),
+            paid.name,
+            ", ".join(f"{count} {purpose}" for purpose, count in report.releases(paid).items()) or "none",
+            noised_steps(paid.released),
+            at_most(paid.epsilon),
+            *([at_most(guaranteed.epsilon)] if by_results else []),
+            "none" if math.isinf(paid.budget) else at_most(paid.budget),
+            at_most(paid.delta),
         ]
-        for account in report.accounts
+        for paid, guaranteed in totals
     ]
-    over = [account.client for account in report.accounts if account.epsilon > account.epsilon_budget]
+    over = [total.name for total in report.paid if total.epsilon > total.budget]
     lines = [line for ledger in report.ledgers for line in _what_was_verified(ledger)]
     if len(report.ledgers) > 1:
-        alone = report.matched == "name" and sum(len(one.events) for one in report.ledgers) == len(report.accounts)
+        alone = report.matched == "name" and sum(len(one.events) for one in report.ledgers) == len(report.paid)
         lines.append("No client is in several runs." if alone else _MATCHED[report.matched])
     lines += [f"Instead of the ledger's {name}: {value}." for name, value in overrides.items()]
-    header = report.header
+    means, sampling = _means(report), weakest(total.sampling for total in report.paid)
     lines.append(
-        f"Accountant {header.accountant}, adjacency {header.adjacency}, sampling: {SAMPLERS[header.sampling].words}."
+        f"Accountant {means['accountant']}, adjacency {means['adjacency']}, sampling: {SAMPLERS[sampling].words}."
     )
     epsilons = ["paid", "guaranteed"] if by_results else ["epsilon"]
     lines.append(columns([["client", "releases", "steps", *epsilons, "budget", "delta"], *rows]))
     lines += [f"Above its budget: client {', '.join(over)}."] if over else []
     if by_results:
-        paid = at_most(max(account.epsilon for account in report.accounts))
+        paid = at_most(max(total.epsilon for total in report.paid))
         lines.append(f"Paid so far: epsilon at most {paid}, which is not the guarantee, as {ENDS_BY_RESULTS}.")
     return "\n".join([*lines, f"Largest epsilon: {report.weakest.words()}", *_in_account(report)])
 

@@ -132,6 +132,7 @@ def _together(result: RunResult, guarantees: Sequence[Guarantee], order: Sequenc
                     "other runs": f"{one.runs:,}",
                     "this run, epsilon": bound(guarantees[client].epsilon),
                     "all runs, epsilon": bound(one.epsilon),
+                    "at delta": at_most(one.delta),
                     "limit": "none" if one.limit is None else at_most(one.limit),
                     "all runs, times as likely": likelihood_ratio(one.epsilon) if finite else "no bound",
                     "exception": Odds.of(one.epsilon, one.delta).exception if finite else "",

@@ -84,7 +84,7 @@ class RemainingBudget:
     def check(self, options: Options) -> None:
         """Raise UserError unless a run with these options plans the releases that were planned before."""
         must = "plan the same releases as without a search, because they must be known before it"
-        same = self._cost_of(options).events == self._cost.events
+        same = [line.released for line in self._cost_of(options)] == [line.released for line in self._cost]
         require(same, "sweep.space", must, "other releases", "Leave out what changes them.")
 
     @property
@@ -124,7 +124,7 @@ class SharedBudget:
             cost = _fixed_cost(loop)
         except UserError as error:
             raise UserError(f"`sweep.set_with` must give a run that makes a set: there, {error}") from None
-        self._largest_of_set = max(filter(None, cost.epsilon))
+        self._largest_of_set = max(line.budget for line in cost if math.isfinite(line.budget))
         self.rest = RemainingBudget(options, self._population, loop.schedule.clients, [cost])
 
     def stand_in(self) -> DistilledSet:
@@ -174,6 +174,6 @@ def _fixed_cost(loop: FederatedLoop) -> Cost:
     must = "plan all releases before a run with sweep.set_share"
     require(not loop.config.replans, "strategies", must, "a strategy that plans again", "Leave this strategy out.")
     cost, must = planned_cost(loop), "be null if a run releases something without noise"
-    leaks = leaks_of(itertools.chain(*cost.events))
+    leaks = leaks_of(itertools.chain(*(line.released for line in cost)))
     require(not leaks, "sweep.set_share", must, "; ".join(leaks))
     return cost

@@ -4,138 +4,95 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-from dpfl_lightning.errors import require
 from dpfl_lightning.loop import FederatedLoop
-from dpfl_lightning.privacy.accounting.accountant import Accountant, exact_sum, finite_or_none, get_accountant
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NonPrivateEvent, event_of
-from dpfl_lightning.privacy.accounting.guarantee import CHOSEN, Guarantee, guarantee
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.accounting.planned import numbered, once_each
-from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
+from dpfl_lightning.privacy.compose import Keys, Line, compose
 from dpfl_lightning.runtime.text import at_most, columns, counted
 
 _MOST_CLIENTS = 30
 
 
-@dataclass(frozen=True)
-class Cost:
-    """The most that a run can cost each of N clients, known before it begins.
-
-    Args:
-        epsilon: budget of each client, or the epsilon of its plan if that is larger, `[N]`; None means no bound.
-        delta: `[N]`, in [0, 1).
-        events: what each client releases at most, and the caveats of its guarantee, `[N]`.
-        accountant, adjacency, sampling: those of the run, by name.
-        rows_per_person: of the run, see `guarantee`.
-        names: the clients'.
-        chosen: whether results of earlier runs on the same records may change the events. Then only the budgets are
-            known in advance.
-    """
-
-    epsilon: tuple[float | None, ...]
-    delta: tuple[float, ...]
-    events: tuple[tuple[Event, ...], ...]
-    accountant: str = "pld"
-    adjacency: str = "add_remove"
-    sampling: str = "poisson"
-    rows_per_person: int | None = None
-    names: tuple[str, ...] = ()
-    chosen: bool = False
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the cost as JSON, in which equal clients share their events."""
-        different, places = numbered(self.events)
-        kinds = [[event.as_dict() for event in events] for events in different]
-        return {**vars(self), "events": kinds, "events_of": places}
-
-    @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> Cost:
-        """Return the cost that `as_dict` stored."""
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in stored.items()
-        }
-        kinds = [tuple(map(event_of, events)) for events in fields.pop("events")]
-        events = tuple(kinds[place] for place in fields.pop("events_of"))
-        return cls(**fields, events=events)
+#: the most that a run can cost each of N clients, known before it begins `[N]`; without a name they have no keys
+Cost = Sequence[Line]
 
 
 def planned_cost(loop: FederatedLoop) -> Cost:
-    """Return the cost of the run that `loop` is about to make. Its noise is solved; nothing is charged."""
-    clients, accountant = loop.plan_schedule().clients, loop.config.accountant
+    """Return the cost of the run that `loop` is about to make. Its noise is solved; nothing is charged.
+
+    The budget of a client is the epsilon of its plan if that is larger.
+    """
+    clients, accountant, names = loop.plan_schedule().clients, loop.config.accountant, loop.config.facts.names
     besides: list[Event] = [*map(Caveat, loop.config.caveats), *map(NonPrivateEvent, loop.clients.unprotected)]
     events = once_each(lambda schedule: (*schedule.events(), *besides), clients)
-    epsilons = _bounds(events, [schedule.delta for schedule in clients], accountant)
-    most = [max(own[0], schedule.target_epsilon) for own, schedule in zip(epsilons, clients, strict=True)]
-    return Cost(
-        tuple(map(finite_or_none, most)),
-        tuple(schedule.delta for schedule in clients),
-        tuple(events),
-        accountant.name,
-        accountant.adjacency,
-        loop.clients.sampling,
-        loop.clients.most_records,
-        loop.config.facts.names,
-        loop.config.replans,
-    )
+    lines = [
+        Line(
+            run="planned",
+            client=client,
+            keys=Keys([str(client)]),
+            released=events[client],
+            delta=schedule.delta,
+            adjacency=accountant.adjacency,
+            sampling=loop.clients.sampling,
+            accountant=accountant.name,
+            budget=schedule.target_epsilon,
+            rows_per_person=loop.clients.most_records,
+        )
+        for client, schedule in enumerate(clients)
+    ]
+    most = [max(line.budget, total.epsilon) for line, total in zip(lines, compose(lines).values(), strict=True)]
+    chosen = loop.config.replans
+    return [replace(line, keys=Keys(names[i : i + 1]), budget=most[i], chosen=chosen) for i, line in enumerate(lines)]
 
 
 def composed_costs(costs: Sequence[Cost]) -> dict[str, Guarantee]:
-    """Return each client's guarantee for all runs, by its name; without names, client k is the same in each run.
+    """Return each client's guarantee for all runs, see `compose`, by its name or number.
 
-    The events of the runs are composed by their accountant, at the largest delta of the client. The budgets and deltas
-    of runs whose events were `chosen` from results are added, and the guarantee says so. Raises UserError if
-    adjacencies or accountants differ, or clients cannot be matched.
-
-    Reference: Rogers et al. (2016), https://arxiv.org/abs/1605.08294, on what may be chosen.
+    Without names, client k is the same in runs of as many clients; otherwise it may be anybody.
     """
-    first, must = costs[0], "be the same for runs whose costs are stated together"
-    for key in ("adjacency", "accountant"):
-        values = list(dict.fromkeys(getattr(cost, key) for cost in costs))
-        require(len(values) == 1, f"privacy.{key}", must, ", ".join(values))
-    accountant = get_accountant(first.accountant, first.adjacency)
-    sampling = SAMPLERS[weakest(cost.sampling for cost in costs)].words
-    most = max((cost.rows_per_person for cost in costs if cost.rows_per_person), default=None)
-    runs = _by_client(costs)
-    fixed = {name: [(cost, row) for cost, row in own if not cost.chosen] for name, own in runs.items()}
-    released = [tuple(event for cost, row in own for event in cost.events[row]) for own in fixed.values()]
-    deltas = [max((cost.delta[row] for cost, row in own), default=0.0) for own in fixed.values()]
-    bounds = dict(zip(runs, zip(_bounds(released, deltas, accountant), deltas, strict=True), strict=True))
-
-    def promise(name: str) -> Guarantee:
-        (epsilon, method), delta = bounds[name]
-        if chosen := [(cost, row) for cost, row in runs[name] if cost.chosen]:
-            epsilon = exact_sum([epsilon, *(_bound(cost.epsilon[row]) for cost, row in chosen)])
-            delta = exact_sum([delta, *(cost.delta[row] for cost, row in chosen)])
-            added = f"addition of the budgets of {counted(len(chosen), 'run')} ({CHOSEN})"
-            method = f"{method}, and {added}" if fixed[name] else added
-        events = [event for cost, row in runs[name] for event in cost.events[row]]
-        return guarantee(events, delta, accountant, sampling, bound=(epsilon, method), most_records=most)
-
-    return {name: promise(name) for name in runs}
+    alike = len(set(map(len, costs))) == 1 and not any(line.keys for cost in costs for line in cost)
+    totals = compose(
+        replace(line, run=str(run), keys=Keys([str(line.client)]) if alike else line.keys)
+        for run, cost in enumerate(costs)
+        for line in cost
+    )
+    return {total.name: total.guarantee for total in totals.values()}
 
 
-def _by_client(costs: Sequence[Cost]) -> dict[str, list[tuple[Cost, int]]]:
-    """Return the runs of each client, and its row in each of them."""
-    whose = [cost.names or tuple(map(str, range(len(cost.delta)))) for cost in costs]
-    known = all(cost.names for cost in costs) or len(set(whose)) == 1
-    sizes = ", ".join(map(str, dict.fromkeys(map(len, whose))))
-    require(known, "clients", "be as many in all runs, or have names in each", sizes)
-    runs: dict[str, list[tuple[Cost, int]]] = {}
-    for cost, names in zip(costs, whose, strict=True):
-        for row, name in enumerate(names):
-            runs.setdefault(name, []).append((cost, row))
-    return runs
+def chosen_if(chosen: bool, cost: Cost) -> Cost:
+    """Return a cost whose releases results have `chosen`, if they have, or as it was."""
+    return [replace(line, chosen=line.chosen or chosen) for line in cost]
 
 
-def _bounds(
-    events: Sequence[tuple[Event, ...]], deltas: Sequence[float], accountant: Accountant
-) -> list[tuple[float, str]]:
-    """Return the accountant's bound for each client, computed once for equal clients."""
-    different, places = numbered(list(zip(events, deltas, strict=True)))
-    bounds = accountant.bounds(different)
-    return [bounds[place] for place in places]
+def stored(cost: Cost) -> dict[str, Any]:
+    """Return a cost as JSON, in which equal clients share their events."""
+    different, places = numbered([line.released for line in cost])
+    of_run = ("adjacency", "sampling", "accountant", "chosen", "rows_per_person")
+    return {
+        **{name: getattr(cost[0], name) for name in of_run},
+        "names": [min(line.keys, default=None) for line in cost],
+        "budget": [finite_or_none(line.budget) for line in cost],
+        "delta": [line.delta for line in cost],
+        "events": [[event.as_dict() for event in events] for events in different],
+        "events_of": places,
+    }
+
+
+def cost_of(content: Mapping[str, Any]) -> Cost:
+    """Return the cost that `stored` describes."""
+    columns = ("names", "budget", "delta", "events", "events_of")
+    of_run = {name: value for name, value in content.items() if name not in columns}
+    kinds = [tuple(map(event_of, events)) for events in content["events"]]
+    rows = zip(*(content[name] for name in ("names", "budget", "delta", "events_of")), strict=True)
+    return [
+        Line("planned", i, Keys([] if name is None else [name]), kinds[place], delta, budget=_bound(budget), **of_run)
+        for i, (name, budget, delta, place) in enumerate(rows)
+    ]
 
 
 def _bound(spent: float | None) -> float:
@@ -151,7 +108,7 @@ def costs_of(begun: Sequence[Mapping[str, Any]]) -> list[Cost]:
     A trial counts with everything it planned even if it was pruned, failed or died, because its length depends on the
     trials' results.
     """
-    return [Cost.of(stored) for noted in begun for stored in noted.get("costs", ())]
+    return [cost_of(content) for noted in begun for content in noted.get("costs", ())]
 
 
 def summary(costs: Sequence[Cost]) -> dict[str, Any] | None:
@@ -171,7 +128,7 @@ def summary(costs: Sequence[Cost]) -> dict[str, Any] | None:
         "names": list(by_name),
         "unit": worst.unit,
         "guarantee": worst.words(),
-        "composed": not any(cost.chosen for cost in costs),
+        "composed": not any(line.chosen for cost in costs for line in cost),
         "not_covered": list(worst.not_covered),
     }
 

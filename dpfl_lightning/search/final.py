@@ -14,7 +14,7 @@ from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.loop import build_loop, so_far
 from dpfl_lightning.papers.sets.cards import data_of_card
 from dpfl_lightning.privacy.ledger.verify import ledger_of, read
-from dpfl_lightning.search.costs import composed_costs, costs_of, planned_cost
+from dpfl_lightning.search.costs import chosen_if, composed_costs, costs_of, planned_cost
 
 
 def final_so_far(options: Options) -> tuple[bool, RunResult | None]:
@@ -68,9 +68,9 @@ def with_the_trials(begun: Sequence[Mapping[str, Any]], trial: Options, final: O
         return None
     if clients_of(trial) != clients_of(final):
         return "The trials had other clients (data, seed or clients.count differ): add the epsilons of both."
-    own = planned_cost(build_loop(final))
+    own = chosen_if(chosen, planned_cost(build_loop(final)))
     try:
-        promises = composed_costs([*costs, dataclasses.replace(own, chosen=own.chosen or chosen)]).values()
+        promises = composed_costs([*costs, own]).values()
     except UserError as error:
         return f"The costs of the trials and of the run are not stated together: {error}"
     weakest = max(promises, key=lambda promise: promise.epsilon)

@@ -25,7 +25,7 @@ from dpfl_lightning.runtime.text import shown, without_credentials
 from dpfl_lightning.runtime.threads import cores
 from dpfl_lightning.search import report
 from dpfl_lightning.search.budget import DescribedBy, SharedBudget
-from dpfl_lightning.search.costs import Cost, costs_of, details, headline, set_text, summary, table
+from dpfl_lightning.search.costs import Cost, chosen_if, costs_of, details, headline, set_text, stored, summary, table
 from dpfl_lightning.search.final import final_so_far, with_the_set, with_the_trials
 from dpfl_lightning.search.objectives import FederatedObjective, Objective, check_public, objective
 from dpfl_lightning.search.options import SweepOptions, check
@@ -210,8 +210,8 @@ class Search:
         running.set_user_attr("host", socket.gethostname())
 
         def charge(costs: Sequence[Cost]) -> None:
-            costs = [dataclasses.replace(cost, chosen=cost.chosen or self._chosen_by_sampler) for cost in costs]
-            running.set_user_attr("costs", [cost.as_dict() for cost in costs])
+            costs = [chosen_if(self._chosen_by_sampler, cost) for cost in costs]
+            running.set_user_attr("costs", list(map(stored, costs)))
 
         # Several studies may share a folder, and each of them numbers its trials from 0.
         folder = self.folder / "trials" / str(self.sweep.name) / str(running.number)

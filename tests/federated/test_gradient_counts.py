@@ -212,7 +212,7 @@ def test_with_diagnostics_no_epsilon_is_claimed_anywhere(make_loop):
     saved = read_guarantees(loop.output_dir)
     assert all(one["epsilon"] is None and one["words"].startswith(WORDS) for one in saved)
     report = ledger_report.read([loop.clients.folder.ledger_file])  # from the file alone
-    assert all(math.isinf(account.epsilon) for account in report.accounts) and report.weakest.words().startswith(WORDS)
+    assert all(math.isinf(account.epsilon) for account in report.paid) and report.weakest.words().startswith(WORDS)
     text = watcher._text
     assert text.count(f"Guarantee: {WORDS}") == 2 and "max epsilon" not in text and "% clipped, 0 not finite" in text
 

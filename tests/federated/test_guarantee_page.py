@@ -10,7 +10,13 @@ from fakes import FRAME, a_result, a_view
 from markupsafe import escape
 
 from dpfl_lightning.config.options import PrivacyOptions
-from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, OTHER_RUNS, UNKNOWN_RUNS, Guarantee, Together
+from dpfl_lightning.privacy.accounting.guarantee import (
+    NOT_COVERED,
+    OTHER_RUNS,
+    UNKNOWN_RUNS,
+    CumulativeGuarantee,
+    Guarantee,
+)
 from dpfl_lightning.reporting.guarantee_page import guarantee_page
 from dpfl_lightning.reporting.odds import Odds
 
@@ -167,12 +173,12 @@ def test_sites_and_other_runs_are_told_apart(tmp_path):
     assert "cannot say what all of them cost. Each site has its own: dpfl node status" in words
     composed = {"delta": 1e-3, "accountant": "PLD", "adjacency": "", "sampling": ""}
     several = [
-        Together(runs=2, epsilon=5.5, limit=8.0, **composed),
-        Together(runs=0, epsilon=math.inf, **composed),
+        CumulativeGuarantee(runs=2, epsilon=5.5, limit=8.0, **composed),
+        CumulativeGuarantee(runs=0, epsilon=math.inf, **composed),
         None,
     ]
     words = words_of(a_page(a_view(tmp_path), [promise(1.0).with_account(one) for one in several]))
-    assert "0 2 1 5.5 8 250 1 in 1,000" in words and "1 0 1 no bound none no bound" in words
+    assert "0 2 1 5.5 0.001 8 250 1 in 1,000" in words and "1 0 1 no bound 0.001 none no bound" in words
     assert "cannot say" not in words
 
 

@@ -59,7 +59,7 @@ def ledger_with(path: Path, number: int) -> None:
 
 
 def account_with(path: Path, number: int) -> None:
-    first = path.read_bytes().splitlines()[0].replace(b'"account": 1', b'"account": %d' % number)
+    first = path.read_bytes().splitlines()[0].replace(b'"account": 2', b'"account": %d' % number)
     path.write_bytes(ledger.sealed(first[: 1 - ledger._TAIL], ledger.NO_CHAIN))
 
 
@@ -87,7 +87,7 @@ def message(kind: type) -> Callable[[Path], object]:
 FORMATS: dict[str, tuple[Callable, int, Callable[[Path, int], None]]] = {
     "run/ledger.jsonl": (read_ledger, 2, ledger_with),
     "run/checkpoint.pt": (checkpoint, 1, checkpoint_with),
-    "account/account.jsonl": (lambda path: PrivacyAccount(path).holders(), 1, account_with),
+    "account/account.jsonl": (lambda path: PrivacyAccount(path).holders(), 2, account_with),
     "run/metrics.jsonl": (history.read, 1, rounds_with),
     "run/run.json": (lambda path: description.read(path.parent), 1, with_number),
     "run/result.json": (lambda path: read_result(path.parent), 1, with_number),

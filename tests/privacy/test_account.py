@@ -22,8 +22,8 @@ from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
-from dpfl_lightning.privacy.accounting.joint import RenyiFilter, joint_bounds, relation_of_all
-from dpfl_lightning.privacy.ledger.account import NAMELESS, Entry, PrivacyAccount
+from dpfl_lightning.privacy.compose import ANYBODY, Keys, Line, RenyiFilter, compose, relation_of_all
+from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount, RunRecord
 from dpfl_lightning.privacy.ledger.file import Charge, Header, read_head, read_header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
 
@@ -76,6 +76,10 @@ def composed(folders, name: str) -> float:
                 )
                 accountant.compose(dp_event.SelfComposedDpEvent(event, charge.event.steps))
     return accountant.get_epsilon(DELTA)
+
+
+def line(keys, released, run=0) -> Line:
+    return Line(str(run), 0, frozenset(keys), tuple(released), DELTA, "add_remove", "poisson", "pld")
 
 
 @pytest.fixture
@@ -145,7 +149,8 @@ def test_clients_without_names_are_one_holder_and_the_worst_counts(runs, tmp_pat
     exact = max(get_accountant("pld").epsilon(pair, DELTA) for pair in pairs)
     assert exact == together.epsilon
     four = [[tuple(one) for one in run] for run in events * 2]
-    ((epsilon, method),) = joint_bounds([(four, DELTA, "add_remove")])
+    (total,) = compose(line(ANYBODY, one, number) for number, run in enumerate(four) for one in run).values()
+    epsilon, method = total.epsilon, total.method
     largest = [max(run, key=lambda one: get_accountant("pld").epsilon(one, DELTA)) for run in four]
     tight = get_accountant("pld").epsilon([event for released in largest for event in released], DELTA)
     assert tight <= epsilon <= 1.25 * tight and "worst client" in method
@@ -264,10 +269,10 @@ def test_two_runs_that_do_not_know_of_each_other_stay_within_a_limit(account):
     assert 5 <= paid < 10 and only.together.used <= 1 and only.together.epsilon <= only.together.limit
 
 
-def entry(run: str, names, planned=(), adjacency="add_remove", sketches=None, delta=DELTA, whole=False) -> Entry:
+def entry(run: str, names, planned=(), adjacency="add_remove", sketches=None, delta=DELTA, whole=False) -> RunRecord:
     count = len(names)
     rest = (delta,) * count, (planned,) * count, sketches or ((),) * count, whole
-    return Entry(run, "none", adjacency, "poisson", dict(enumerate(names)), *rest)
+    return RunRecord(run, "none", adjacency, "poisson", "pld", dict(enumerate(names)), *rest)
 
 
 EVENT, TIGHT = GaussianEvent(0.2, 1.5, 10), get_accountant("pld")
@@ -369,7 +374,7 @@ def test_a_refused_run_keeps_what_it_says_of_names(account):
     account.enter(entry("a" * 32, ("bergen",), sketches=(sketch(0),)))
     account.charge([(0, EVENT)])
     refused = entry("b" * 32, ("lund",), ((EVENT, 5),), sketches=(sketch(4),))
-    for request in (account.outlook, account.enter):
+    for request in (account.projected_cost, account.enter):
         before = account.path.read_bytes()
         with pytest.raises(UserError, match="keep the limit of bergen or lund"):
             request(refused)
@@ -380,6 +385,22 @@ def test_a_refused_run_keeps_what_it_says_of_names(account):
     ((only,), (run,)) = again.holders(), again._runs
     assert only.names == ("bergen", "lund") and only.together.epsilon == TIGHT.epsilon([EVENT], DELTA)
     assert run == "a" * 32
+
+
+def test_clients_without_names_count_for_every_limit(account):
+    """Any of them may be a holder that has a limit."""
+    one = get_accountant("rdp").epsilon([EVENT], DELTA)
+    account.limit("bergen", 1.9 * one, DELTA)
+    account.limit(NAMELESS, 9 * one, DELTA)
+    account.enter(entry("a" * 32, ("bergen",)))
+    account.charge([(0, EVENT)])
+    account.enter(entry("b" * 32, (NAMELESS, NAMELESS)))
+    account.charge([(0, GaussianEvent(0.02, 5.0, 1))])
+    unnamed, bergen = account.holders()
+    with pytest.raises(UserError, match="keep the limit of bergen"):
+        account.charge([(1, event) for event in [EVENT] * 3])
+    assert {holder.names for holder in (unnamed, bergen)} == {("bergen",), (NAMELESS,)}
+    assert unnamed.together.epsilon == bergen.together.epsilon > TIGHT.epsilon([EVENT], DELTA)
 
 
 def test_a_resumed_run_keeps_its_data_holders(account, tmp_path):
@@ -405,7 +426,7 @@ def test_an_unknown_name_is_refused_where_there_is_a_limit(account, capsys):
     account.enter(entry("a" * 32, ("oslo",)))
     account.limit("bergen", 8.0, DELTA)
     again = entry("b" * 32, ("oslo", "Bergen", NAMELESS), sketches=(sketch(0), sketch(50), sketch(100)))
-    for request in (account.outlook, account.enter, account.enter):
+    for request in (account.projected_cost, account.enter, account.enter):
         with pytest.raises(
             UserError,
             match=r"a limit on bergen, got 'Bergen, clients without names'.*join Bergen bergen --file .*account.jsonl`",
@@ -552,7 +573,7 @@ def test_what_the_state_folder_or_a_typo_spoils_is_said(account, monkeypatch, tm
 def test_filter_has_the_order_of_gaussian_noise_and_refuses_what_it_cannot_keep():
     one = RenyiFilter(2.0, 1e-5)
     noises = [8.0 + step / 100 for step in range(300)]
-    within = [noise for noise in noises if one.used([[(GaussianEvent(1.0, noise, 4),)]], "add_remove") <= 1]
+    within = [noise for noise in noises if one.used([[[line("a", [GaussianEvent(1.0, noise, 4)])]]]) <= 1]
     least = min(noise for noise in noises if get_accountant("rdp").epsilon([GaussianEvent(1.0, noise, 4)], 1e-5) <= 2)
     assert min(within) <= least + 0.01, "the best order of one Gaussian release loses nothing"
     for epsilon, delta in ((1e-3, 1e-5), (float("inf"), 1e-5), (1.0, 0.0), (1.0, 1.0)):
@@ -577,20 +598,21 @@ def test_runs_of_several_adjacencies_compose_under_replacement(account, relation
         account.charge([(0, event)])
     (only,) = account.holders()
     assert only.together.epsilon == get_accountant("pld", all_of).epsilon([event, event], DELTA)
-    assert only.together.cost().endswith("by another one of the same person)") == (
+    assert ("by another one of the same person; Poisson sampling; PLD" in only.together.cost()) == (
         relations[0] + "_of_persons" == relations[1]
     )
 
 
 def test_many_runs_are_composed_within_seconds():
-    """With many different mechanisms the holders with the largest epsilons are composed tightly, the others by RDP."""
-    history = [[(GaussianEvent(0.05, 3.0 + number / 10, 300),)] for number in range(100)]
-    smaller = [[(GaussianEvent(0.04, 3.0 + number / 10, 300),)] for number in range(100)]
-    holders = [(history, 1e-5, "add_remove"), *[(smaller[: 90 - number], 1e-5, "add_remove") for number in range(3)]]
-    bounds = joint_bounds(holders)
-    assert ["PLD" in method for _, method in bounds] == [True, True, False, False]
-    for (events, delta, _), (epsilon, _) in zip(holders, bounds, strict=True):
-        assert epsilon >= get_accountant("pld").epsilon([run[0][0] for run in events], delta)
+    """Up to 200 different mechanisms of a holder are composed tightly, more by RDP: whoever else is asked about."""
+    noises = {name: [3.0 + number / 10 for number in range(count)] for name, count in (("a", 100), ("b", 201))}
+    events = {name: [GaussianEvent(0.05, noise, 300) for noise in own] for name, own in noises.items()}
+    lines = [line([name], [event], run) for name, own in events.items() for run, event in enumerate(own)]
+    few, many = compose(lines).values()
+    assert "PLD" in few.method and "RDP" in many.method
+    for total, own in ((few, events["a"]), (many, events["b"][:150])):
+        assert total.epsilon >= get_accountant("pld").epsilon(own, DELTA)
+    assert compose(lines[:100]) == {Keys("a"): few} and compose(lines[100:]) == {Keys("b"): many}
 
 
 def test_an_older_a_changed_and_a_missing_file_are_refused_until_accepted(runs, capsys):

@@ -84,7 +84,7 @@ def test_a_search_by_a_metric_with_three_seeds_a_trial(label, score, best, place
     runs = [json.loads((path.parent / "result.json").read_text())["test_metrics"][score] for path in ledgers[:3]]
     assert values[0] == pytest.approx(np.mean(runs))
     assert result["trials"][0]["spread"][score] == pytest.approx(np.std(runs, ddof=1))
-    epsilons = [account.epsilon for account in read(ledgers).accounts]
+    epsilons = [account.epsilon for account in read(ledgers).paid]
     assert result["cost"]["epsilon"] == epsilons and max(epsilons) > 8
     assert f"Final {score} " in text and result["final"]["test_metrics"][score] is not None
     assert score in load(["--config", "out/best.yaml"])[0].evaluation.metrics
@@ -118,7 +118,7 @@ def test_a_stopped_search_says_what_its_trials_cost(place, capsys, monkeypatch):
     out, err = capsys.readouterr()
     ledgers = sorted(place.rglob("ledger.jsonl"))
     cost = result_of(place)["cost"]
-    assert cost["epsilon"] == [account.epsilon for account in read(ledgers).accounts] and cost["runs"] == 2
+    assert cost["epsilon"] == [account.epsilon for account in read(ledgers).paid] and cost["runs"] == 2
     (line,) = [line for line in out.splitlines() if line.startswith("search: 1 complete, 1 repeated. PRIVATE: ")]
     assert f"at most epsilon {at_most(max(cost['epsilon']))} at delta" in line
     assert "The same command resumes the search" in err

@@ -9,9 +9,9 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.identity import sketches
 from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.privacy.accounting.events import Release
-from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, Together
+from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, CumulativeGuarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
-from dpfl_lightning.privacy.ledger.account import AUTO, NAMELESS, Entry, PrivacyAccount, users_file
+from dpfl_lightning.privacy.ledger.account import AUTO, NAMELESS, PrivacyAccount, RunRecord, users_file
 
 
 class DataHolders:
@@ -31,7 +31,7 @@ class DataHolders:
         account = self._account()
         if account is None or not account.path.is_file():
             return ""
-        return self._said_of(account, account.outlook(self._entry(plan, account, "planned", Path("none"))))
+        return self._said_of(account, account.projected_cost(self._entry(plan, account, "planned", Path("none"))))
 
     def _account(self) -> PrivacyAccount | None:
         """The account of the data holders; None for public data and without protection."""
@@ -40,15 +40,16 @@ class DataHolders:
             return None
         return PrivacyAccount(users_file() if chosen == AUTO else Path(chosen).expanduser())
 
-    def _entry(self, plan: RunPlan, account: PrivacyAccount, run: str, ledger: Path) -> Entry:
+    def _entry(self, plan: RunPlan, account: PrivacyAccount, run: str, ledger: Path) -> RunRecord:
         own = [client for client in self._everyone if len(self.population.train_of[client])]
         schedules, found = [plan.schedule.clients[client] for client in own], sketches(self.population, account.key)
         names = self.population.names
-        return Entry(
+        return RunRecord(
             run=run,
             ledger=str(ledger.absolute()),
             adjacency="add_remove" if self.privacy is None else self.privacy.relation,
             sampling=self.sampling,
+            accountant=plan.accountant,
             holders={client: names[client] if names else NAMELESS for client in own},
             delta=tuple(schedule.delta for schedule in schedules),
             planned=tuple(once_each(_releases, schedules)),
@@ -56,7 +57,7 @@ class DataHolders:
             whole=plan.changes_mechanisms or ENDS_BY_RESULTS in plan.caveats,
         )
 
-    def _said_of(self, account: PrivacyAccount, together: Mapping[int, Together]) -> str:
+    def _said_of(self, account: PrivacyAccount, together: Mapping[int, CumulativeGuarantee]) -> str:
         client, worst = max(together.items(), key=lambda one: one[1].urgency)
         most = "the largest" if worst.used is None else "the nearest to its limit"
         who = f", {self.population.name_of(client)}, {most}" if len(together) > 1 else ""

@@ -150,7 +150,7 @@ class LocalClients(DataHolders):
             require(not inside, "privacy.account", "be outside of the run's folder", str(account.path))
             account.enter(self._entry(plan, account, (earlier or header).run, self.folder.ledger_file), ended)
         self.ledger = Ledger(self.folder.ledger_file, header, checkpoint)
-        if account is not None and earlier is not None and (added := account.settle(self.folder.ledger_file)):
+        if account is not None and earlier is not None and (added := account.reconcile(self.folder.ledger_file)):
             words = f"the account lacked {counted(added, 'release')} of this run, which it counts from now on"
             warn_user(f"{words}: {account.path} was changed, or an older copy")
         simulated = self.simulated or self.privacy is None
@@ -192,7 +192,7 @@ class LocalClients(DataHolders):
     def end(self, finished: bool) -> None:
         self.folder.save_notes(self.engine.counts)
         if self.budgets.account is not None:  # so that a copy of the ledger is told apart from this one
-            self.budgets.account.settle(self.folder.ledger_file)
+            self.budgets.account.reconcile(self.folder.ledger_file)
         if finished:  # nobody needs to compare records any more
             self.folder.forget_data_key()
 

@@ -69,7 +69,7 @@ NOT_COVERED: tuple[str, ...] = (
 
 
 @dataclass(frozen=True)
-class Together:
+class CumulativeGuarantee:
     """What all runs in the account of a data holder reveal together, composed as if one run had planned them.
 
     `runs` is the number of the others. `limit` is the epsilon that all may have at `limit_delta`, of which the share
@@ -87,21 +87,21 @@ class Together:
     used: float | None = None
 
     def words(self) -> str:
-        """Return what the runs cost together, as one sentence.
-
-        >>> print(Together(2, 5.5, 1e-4, "PLD", "add or remove one record", "", 8.0, 1e-4, 0.7).words())
-        With 2 other runs on the same records: epsilon 5.5 of a limit of 8, at delta 0.0001 (add or remove one record).
-        """
+        """Return what the runs cost together, as one sentence."""
         runs = f"With {counted(self.runs, 'other run')}" if self.runs else "With no other run"
         return f"{runs} on the same records: {self.cost()}."
 
     def cost(self) -> str:
-        """Return epsilon, a limit, delta and what neighbouring data sets are, in words."""
+        """Return epsilon, a limit, delta, what neighbouring data sets are, sampling and accountant, in words.
+
+        >>> print(CumulativeGuarantee(2, 5.5, 0.1, "PLD", "add or remove one record", "full batches", 8.0, 0.1).cost())
+        epsilon 5.5 of a limit of 8, at delta 0.1 (add or remove one record; full batches; PLD)
+        """
         cost = "no bound on epsilon" if math.isinf(self.epsilon) else f"epsilon {at_most(self.epsilon)}"
         if self.limit is not None and self.limit_delta is not None:
             at = "" if self.limit_delta == self.delta else f" at delta {at_most(self.limit_delta)}"
             cost += f" of a limit of {at_most(self.limit)}{at}"
-        return f"{cost}, at delta {at_most(self.delta)} ({self.adjacency})"
+        return f"{cost}, at delta {at_most(self.delta)} ({self.adjacency}; {self.sampling}; {self.accountant})"
 
     @property
     def urgency(self) -> tuple[float, float]:
@@ -133,7 +133,7 @@ class Guarantee:
     not_covered: tuple[str, ...] = NOT_COVERED
     caveats: tuple[str, ...] = ()
     unprotected: tuple[str, ...] = ()
-    together: Together | None = None
+    together: CumulativeGuarantee | None = None
 
     @property
     def counts_held_out(self) -> bool:
@@ -170,7 +170,7 @@ class Guarantee:
         alone = not one.runs and one.limit is None and one.epsilon <= self.epsilon * (1 + 1e-5)
         return ["No other run on the same records is in the account."] if alone else [one.words()]
 
-    def with_account(self, together: Together | None) -> Self:
+    def with_account(self, together: CumulativeGuarantee | None) -> Self:
         """Return the guarantee beside that of all runs in the account, if there is one."""
         if together is None:
             return self
@@ -194,7 +194,7 @@ class Guarantee:
         fields: dict[str, Any] = {name: value for name, value in content.items() if name != "words"}
         lists = {name: tuple(map(str, value)) for name, value in fields.items() if isinstance(value, list)}
         one = fields.get("together")
-        together = None if one is None else Together(**{**one, "epsilon": _epsilon(one["epsilon"])})
+        together = None if one is None else CumulativeGuarantee(**{**one, "epsilon": _epsilon(one["epsilon"])})
         numbers = {"epsilon": _epsilon(fields["epsilon"]), "delta": float(fields["delta"])}
         return cls(**{**fields, **lists, **numbers, "together": together})
 

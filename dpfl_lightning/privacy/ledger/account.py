@@ -21,21 +21,29 @@ from typing import Any
 
 from dpfl_lightning.config.reading import check_format, expecting
 from dpfl_lightning.errors import UserError, require, warn_user
-from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, ADJACENCIES_OF_PERSONS
-from dpfl_lightning.privacy.accounting.events import Release
-from dpfl_lightning.privacy.accounting.guarantee import Together
-from dpfl_lightning.privacy.accounting.joint import History, RenyiFilter, joint_bounds, larger, relation_of_all
+from dpfl_lightning.privacy.accounting.events import Event, Release
+from dpfl_lightning.privacy.accounting.guarantee import CumulativeGuarantee
 from dpfl_lightning.privacy.accounting.planned import numbered
+from dpfl_lightning.privacy.compose import (
+    ANYBODY,
+    Keys,
+    Line,
+    RenyiFilter,
+    Total,
+    compose,
+    histories,
+    pointwise_maximum,
+    relation_of_all,
+)
 from dpfl_lightning.privacy.ledger.file import NO_CHAIN, chain_of, follows, read_header, release_of, sealed
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
 from dpfl_lightning.runtime.files import is_locked, write_text
 from dpfl_lightning.runtime.strict_json import parsed
 from dpfl_lightning.runtime.text import at_most
 
-Runs = Mapping[str, tuple["Entry", Mapping[int, Counter[Release]]]]
+Runs = Mapping[str, tuple["RunRecord", Mapping[int, Counter[Release]]]]
 
-VERSION = 1
+VERSION = 2
 AUTO = "auto"  # privacy.account: the user's file for own data, none for public data
 PLACE = "DPFL_ACCOUNT"  # variable of the environment with the path of the user's file
 #: as the holder of clients without names, of whom any may be any
@@ -55,7 +63,7 @@ def users_file() -> Path:
 
 
 @dataclass(frozen=True)
-class Entry:
+class RunRecord:
     """A run in the account.
 
     Args:
@@ -70,6 +78,7 @@ class Entry:
     ledger: str
     adjacency: str
     sampling: str
+    accountant: str
     holders: Mapping[int, str]
     delta: tuple[float, ...]
     planned: tuple[tuple[tuple[Release, int], ...], ...]
@@ -82,7 +91,7 @@ class Holder:
     """All that the account says about a data holder, who may have several names."""
 
     names: tuple[str, ...]
-    together: Together
+    together: CumulativeGuarantee
 
 
 class PrivacyAccount:
@@ -97,12 +106,12 @@ class PrivacyAccount:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._entry: Entry | None = None
+        self._entry: RunRecord | None = None
         self._forget()
 
     # -- a run
 
-    def enter(self, entry: Entry, ended: bool = False) -> None:
+    def enter(self, entry: RunRecord, ended: bool = False) -> None:
         """Begin or resume a run. Raises UserError if its plan, with all other runs, would exceed a limit, or if it has
         an unknown name while there is a limit.
 
@@ -127,13 +136,15 @@ class PrivacyAccount:
         """
         header, charges = read_header(path), read_ledger(path)
         assert header is not None  # `read_ledger` has raised otherwise
-        clients, named = sorted({charge.client for charge in charges}), bool(header.identity.get("names"))
+        everyone = range(len(header.delta)) if header.planned else sorted({charge.client for charge in charges})
+        clients, named = list(everyone), bool(header.identity.get("names"))
         plans = header.planned or ((),) * len(header.delta)
-        entry = Entry(
+        entry = RunRecord(
             run=header.run,
             ledger=str(path.absolute()),
             adjacency=header.adjacency,
             sampling=header.sampling,
+            accountant=header.accountant,
             holders={client: header.name_of(client) if named else NAMELESS for client in clients},
             delta=tuple(header.delta[client] for client in clients),
             planned=tuple(tuple((event, 1) for event in plans[client]) for client in clients),
@@ -146,10 +157,10 @@ class PrivacyAccount:
                 self._append(file, [_line_of(entry if known is None else _with_clients(known[0], entry))])
         original = path if known is None else Path(known[0].ledger)  # whose lines tell apart those of a copy
         if original != path and original.is_file() and (other := read_header(original)) and other.run == entry.run:
-            self.settle(original, entry.run)
-        return self.settle(path, entry.run)
+            self.reconcile(original, entry.run)
+        return self.reconcile(path, entry.run)
 
-    def settle(self, path: Path, run: str | None = None) -> int:
+    def reconcile(self, path: Path, run: str | None = None) -> int:
         """Add what the ledger of a run (the current one) holds and the account lacks; return how many releases.
 
         Lines of copies of the ledger that were settled before are known, so that what each copy released counts.
@@ -184,12 +195,12 @@ class PrivacyAccount:
             self._append(file, _paid_lines(entry.run, list(counts.elements())))
             self._within = len(self._chains) if within else -1
 
-    def together(self, planned: bool = False) -> dict[int, Together]:
+    def together(self, planned: bool = False) -> dict[int, CumulativeGuarantee]:
         """Return what each client of the run has released in all runs, or will have if it releases what is planned."""
         with self._locked():
             return self._of_clients(self._current, {self._current.run} if planned else (), self._runs)
 
-    def outlook(self, entry: Entry) -> dict[int, Together]:
+    def projected_cost(self, entry: RunRecord) -> dict[int, CumulativeGuarantee]:
         """Return what each client of a run will have released in all runs. The run is not written down.
 
         Raises UserError as `enter` does, and then keeps what the run says of who is who, as `enter` does.
@@ -201,9 +212,9 @@ class PrivacyAccount:
             with self._united(joins):
                 return self._of_clients(entry, {entry.run}, {**self._runs, entry.run: (entry, nothing)})
 
-    def _of_clients(self, entry: Entry, planned: Collection[str], runs: Runs) -> dict[int, Together]:
+    def _of_clients(self, entry: RunRecord, planned: Collection[str], runs: Runs) -> dict[int, CumulativeGuarantee]:
         groups, place_of = numbered([self._group(name) for name in entry.holders.values()])
-        found = self._together(groups, entry.run, planned, runs)
+        found = self._cumulative(groups, entry.run, planned, runs)
         return {client: found[place] for client, place in zip(entry.holders, place_of, strict=True)}
 
     # -- the operator
@@ -214,7 +225,7 @@ class PrivacyAccount:
             entries = [entry for entry, _ in self._runs.values() if run in (None, entry.run)]
             names = [*(name for entry in entries for name in entry.holders.values()), *(() if run else self._limits)]
             groups = list(dict.fromkeys(map(self._group, names)))
-            together = self._together(groups, run)
+            together = self._cumulative(groups, run)
         return [Holder(tuple(sorted(group)), one) for group, one in zip(groups, together, strict=True)]
 
     def limit(self, holder: str, epsilon: float, delta: float) -> None:
@@ -246,7 +257,7 @@ class PrivacyAccount:
     # -- what is composed
 
     @property
-    def _current(self) -> Entry:
+    def _current(self) -> RunRecord:
         if self._entry is None:
             raise RuntimeError("no run has entered the account")
         return self._entry
@@ -257,80 +268,64 @@ class PrivacyAccount:
     def _group(self, name: str) -> frozenset[str]:
         return self._same.get(name, frozenset([name]))
 
-    def _history(
-        self, group: Collection[str], planned: Collection[str] = (), runs: Runs | None = None
-    ) -> tuple[list[Entry], History, float]:
-        """Return the runs on the records of a group of names, what clients released in each, and the least delta
-        above 0.
+    def _lines(self, planned: Collection[str] = (), runs: Runs | None = None) -> list[Line]:
+        """Return what the clients of all runs, or of these `runs`, have released.
 
-        Of `planned` runs it is what they plan, where that is more. `runs` replaces those of the file. Clients of a run
-        that share records, or that the operator has joined, count together, of all others the one with most.
+        Of `planned` runs it is what they plan, where that is more. Clients of a run that share records, or that the
+        operator has joined, are one line. Clients without names have no keys.
         """
-        entries, history, delta = [], [], 0.0
+        lines: list[Line] = []
         for entry, paid in (self._runs if runs is None else runs).values():
-            clients, released = list(entry.holders), []
-            places = [place for place, name in enumerate(entry.holders.values()) if name in group]
-            for of_one in self._sharing(entry, places):
-                events: list[Release] = []
-                for place in of_one:
-                    own = [event.repeated(n) for event, n in paid[clients[place]].items()]
-                    if entry.run in planned or (entry.whole and own):
-                        own = larger(own, [event.repeated(n) for event, n in entry.planned[place]])
-                    events += own
-                released.append(tuple(events))
-            if any(released):
-                entries.append(entry)
-                history.append(released)
-                deltas = (delta, *(entry.delta[place] for place in places))
-                delta = min(filter(None, deltas), default=0.0)
-        return entries, history, delta
+            clients, names = list(entry.holders), list(entry.holders.values())
+            places_of: dict[Keys, list[int]] = {}
+            for place, name in enumerate(names):
+                places_of.setdefault(self._group(name), []).append(place)
+            for group, places in places_of.items():
+                for of_one in self._sharing(entry, places):
+                    released, plan = list[Event](), list[Event]()
+                    for place in of_one:
+                        released += [event.repeated(n) for event, n in paid[clients[place]].items()]
+                        plan += [event.repeated(n) for event, n in entry.planned[place]]
+                    if entry.run in planned:
+                        released = pointwise_maximum(released, plan)
+                    line = Line(
+                        run=entry.run,
+                        client=clients[of_one[0]],
+                        keys=_keys(group) if any(names[place] != NAMELESS for place in of_one) else ANYBODY,
+                        released=tuple(released),
+                        delta=min((d for place in of_one if (d := entry.delta[place])), default=0.0),
+                        adjacency=entry.adjacency,
+                        sampling=entry.sampling,
+                        accountant=entry.accountant,
+                        planned=tuple(plan) if entry.whole else None,
+                    )
+                    lines.append(line)
+        return lines
 
     def _limits_of(self, group: Collection[str]) -> list[tuple[float, float]]:
         return [self._limits[name] for name in group if name in self._limits]
 
-    def _together(
-        self,
-        groups: Sequence[Collection[str]],
-        own: str | None,
-        planned: Collection[str] = (),
-        runs: Runs | None = None,
-    ) -> list[Together]:
-        """Return what holds for each group of names beside the run `own`."""
-        histories = [self._history(group, planned, runs) for group in groups]
-        found = [
-            (entries, history, delta, self._tightest(group, entries, history))
-            for group, (entries, history, delta) in zip(groups, histories, strict=True)
-        ]
-        queries = [
-            (history, delta if limit is None else limit[2], _relation(entries))
-            for entries, history, delta, limit in found
-        ]
-        return [
-            Together(
-                runs=sum(entry.run != own for entry in entries),
-                epsilon=epsilon,
-                delta=delta,
-                accountant=accountant,
-                adjacency=_adjacency_words(entries, relation),
-                sampling=SAMPLERS[weakest(entry.sampling for entry in entries)].words if entries else "",
-                used=None if limit is None else limit[0],
-                limit=None if limit is None else limit[1],
-                limit_delta=None if limit is None else limit[2],
-            )
-            for (entries, _, _, limit), (_, delta, relation), (epsilon, accountant) in zip(
-                found, queries, joint_bounds(queries), strict=True
-            )
-        ]
+    def _cumulative(
+        self, groups: Sequence[Keys], own: str | None, planned: Collection[str] = (), runs: Runs | None = None
+    ) -> list[CumulativeGuarantee]:
+        """Return what holds for each group of names beside the run `own`: at the delta of its limit, if it has one."""
+        lines = self._lines(planned, runs)
+        limits = [self._tightest(group, lines) for group in groups]
+        totals: dict[tuple[Keys, float | None], Total] = {}
+        deltas = [None if limit is None else limit[2] for limit in limits]
+        for delta in dict.fromkeys(deltas):
+            asked = [_keys(group) for group, at in zip(groups, deltas, strict=True) if at == delta]
+            totals |= {(keys, delta): total for keys, total in compose(lines, delta, of=asked).items()}
+        each = zip(groups, deltas, limits, strict=True)
+        return [totals[_keys(group), delta].beside(own, limit) for group, delta, limit in each]
 
-    def _tightest(
-        self, group: Collection[str], entries: Sequence[Entry], history: History
-    ) -> tuple[float, float, float] | None:
+    def _tightest(self, group: Keys, lines: Sequence[Line]) -> tuple[float, float, float] | None:
         """Return the share that is used of the limit of which most is used, and this limit; None without one."""
-        relation = _relation(entries)
-        shares = ((RenyiFilter(*limit).used(history, relation), *limit) for limit in self._limits_of(group))
-        return max(shares, default=None)
+        limits = self._limits_of(group)
+        each = histories(lines, [_keys(group)])[_keys(group)] if limits else []
+        return max(((RenyiFilter(*limit).used(each), *limit) for limit in limits), default=None)
 
-    def _admit(self, file: FileIO, entry: Entry, joins: Sequence[tuple[str, str]]) -> None:
+    def _admit(self, file: FileIO, entry: RunRecord, joins: Sequence[tuple[str, str]]) -> None:
         """Raise UserError unless the plan of a run keeps all limits and they know its names.
 
         What a refused run says of who is who is kept: otherwise two names in turn would each time be new.
@@ -351,7 +346,7 @@ class PrivacyAccount:
         for other, names in groupby(joins, key=itemgetter(1)):
             warn_user(_joined_words([name for name, _ in names], other))
 
-    def _require_known(self, entry: Entry) -> None:
+    def _require_known(self, entry: RunRecord) -> None:
         """Raise UserError for a name that no run, limit or join has, if there is a limit.
 
         Digests that differ do not show that it is another holder: a column with another scale changes all of them.
@@ -374,9 +369,10 @@ class PrivacyAccount:
         """Return what commands need to find this account: nothing if it is that of the user."""
         return "" if self.path == users_file() else f" --file {shlex.quote(str(self.path))}"
 
-    def _check(self, entry: Entry, charges: Mapping[tuple[int, Release], int]) -> None:
+    def _check(self, entry: RunRecord, charges: Mapping[tuple[int, Release], int]) -> None:
         """Raise UserError if the charges, or without them the plan of a run, would exceed a limit."""
-        limited = [group for group in {*map(self._group, entry.holders.values())} if self._limits_of(group)]
+        names = self._limits if NAMELESS in entry.holders.values() else entry.holders.values()
+        limited = [group for group in {*map(self._group, names)} if self._limits_of(group)]
         if not limited:
             return
         paid = {client: Counter[Release]() for client in entry.holders}
@@ -384,29 +380,30 @@ class PrivacyAccount:
         for (client, event), count in charges.items():
             paid[client][event] += count
         others = {one.run for one, _ in self._runs.values() if one.run != entry.run and is_locked(Path(one.ledger))}
-        without = {run: one for run, one in self._runs.items() if run != entry.run}
+        planned = set() if charges else {entry.run, *others}
+        lines = self._lines(planned, {**self._runs, entry.run: (entry, paid)})
         for group in limited:
-            planned = set() if charges else {entry.run, *others}
-            entries, history, _ = self._history(group, planned, {**self._runs, entry.run: (entry, paid)})
-            found = self._tightest(group, entries, history)
+            found = self._tightest(group, lines)
             if found is not None and found[0] > 1:
                 used, epsilon, delta = found
-                entries, history, _ = self._history(group, planned, without)
-                rest = RenyiFilter(epsilon, delta).used(history, _relation(entries))
+                rest = [line for line in lines if line.run != entry.run]
+                before = histories(rest, [_keys(group)])[_keys(group)]
+                known = [line.adjacency for history in before for run in history for line in run if line.costs]
+                share = RenyiFilter(epsilon, delta).used(before)
                 must = f"keep the limit of {_named(group)}, epsilon {at_most(epsilon)} at delta {at_most(delta)}"
-                got = f"{used:.1%} of it (Renyi filter), {rest:.1%} without this run"
+                got = f"{used:.1%} of it (Renyi filter), {share:.1%} without this run"
                 advice = f"Plan a smaller privacy.epsilon or fewer rounds. See `dpfl account{self._in_commands()}`."
-                if entries and _relation([*entries, entry]) != _relation(entries):
-                    same = f"{entries[-1].adjacency.replace('_', ' ')}"
+                if known and relation_of_all([*known, entry.adjacency]) != relation_of_all(known):
+                    same = known[-1].replace("_", " ")
                     advice = f"Its unit or adjacency is another one, so all runs count as replacement: keep {same}."
                 require(False, "privacy.account", must, got, advice)
 
-    def _plans(self, entry: Entry, charges: Mapping[tuple[int, Release], int]) -> bool:
+    def _plans(self, entry: RunRecord, charges: Mapping[tuple[int, Release], int]) -> bool:
         """Return whether a run plans these charges beside those that it has paid for."""
         planned, paid = dict(zip(entry.holders, map(dict, entry.planned), strict=True)), self._runs[entry.run][1]
         return all(paid[client][event] + n <= planned[client].get(event, 0) for (client, event), n in charges.items())
 
-    def _joins(self, entry: Entry) -> list[tuple[str, str]]:
+    def _joins(self, entry: RunRecord) -> list[tuple[str, str]]:
         """Return the names that have records in common with a client of the run, in earlier runs or in this one."""
         earlier = dict.fromkeys([*self._evidence(self._runs.values()), *self._refused])
         names, sketches = zip(*earlier, *self._evidence([(entry, {})]), strict=True)
@@ -419,11 +416,11 @@ class PrivacyAccount:
                 _unite(same, name, other)
         return joins
 
-    def _evidence(self, runs: Iterable[tuple[Entry, object]]) -> list[tuple[str, tuple[str, ...]]]:
+    def _evidence(self, runs: Iterable[tuple[RunRecord, object]]) -> list[tuple[str, tuple[str, ...]]]:
         """Return the name and the sketch of each client of some runs."""
         return [pair for entry, _ in runs for pair in zip(entry.holders.values(), entry.sketches, strict=True)]
 
-    def _sharing(self, entry: Entry, places: Sequence[int]) -> list[list[int]]:
+    def _sharing(self, entry: RunRecord, places: Sequence[int]) -> list[list[int]]:
         """Return which of some clients of a run share records."""
         names = list(entry.holders.values())
         owners = tuple(map(self._owner, (names[place] for place in places)))
@@ -474,7 +471,7 @@ class PrivacyAccount:
         self._size = 0
         self._inode = -1
         self._within = -1  # number of lines with which all that the run plans is within the limits
-        self._runs: dict[str, tuple[Entry, dict[int, Counter[Release]]]] = {}
+        self._runs: dict[str, tuple[RunRecord, dict[int, Counter[Release]]]] = {}
         self._same: dict[str, frozenset[str]] = {}  # name -> all names of its holder
         self._declared: dict[str, frozenset[str]] = {}  # those of them that the operator has joined
         self._limits: dict[str, tuple[float, float]] = {}
@@ -592,14 +589,9 @@ def _named(group: Collection[str]) -> str:
     return " or ".join(sorted(group))
 
 
-def _relation(entries: Sequence[Entry]) -> str:
-    return relation_of_all([entry.adjacency for entry in entries] or ["add_remove"])
-
-
-def _adjacency_words(entries: Sequence[Entry], relation: str) -> str:
-    words = (ADJACENCIES | ADJACENCIES_OF_PERSONS)[relation]
-    mixed = relation in ADJACENCIES and any(entry.adjacency in ADJACENCIES_OF_PERSONS for entry in entries)
-    return f"{words} by another one of the same person" if mixed else words
+def _keys(group: Keys) -> Keys:
+    """Return what identifies a group of names; nothing does if its clients have none."""
+    return group - {NAMELESS}
 
 
 def _unite(groups: dict[str, frozenset[str]], one: str, other: str) -> None:
@@ -623,7 +615,7 @@ def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_MOST_NAMES])}{more}"
 
 
-def _require_same_holders(begun: Entry, now: Entry) -> None:
+def _require_same_holders(begun: RunRecord, now: RunRecord) -> None:
     """Raise UserError if a run that goes on would leave a data holder out, or give its charges to another."""
     for client, name in begun.holders.items():
         must = f"name {name} for client {client}, as when the run began"
@@ -635,7 +627,7 @@ def _joined_words(names: Sequence[str], other: str) -> str:
     return f"{_listed(names)} {have} records of {other}: their accounts are one from now on"
 
 
-def _with_clients(entry: Entry, other: Entry) -> Entry:
+def _with_clients(entry: RunRecord, other: RunRecord) -> RunRecord:
     """Return an entry with the clients that only the other one has, too."""
     new = [place for place, client in enumerate(other.holders) if client not in entry.holders]
     joined: dict[str, Any] = {
@@ -646,18 +638,18 @@ def _with_clients(entry: Entry, other: Entry) -> Entry:
     return replace(entry, holders={**entry.holders, **dict(named[place] for place in new)}, **joined)
 
 
-def _line_of(entry: Entry) -> dict[str, Any]:
+def _line_of(entry: RunRecord) -> dict[str, Any]:
     different, places = numbered(entry.planned)
     planned = [[[event.as_dict(), count] for event, count in plan] for plan in different]
-    names = ("run", "ledger", "adjacency", "sampling", "delta", "sketches", "whole")
+    names = ("run", "ledger", "adjacency", "sampling", "accountant", "delta", "sketches", "whole")
     fields = {name: getattr(entry, name) for name in names}
     return {**fields, "holders": [*entry.holders.items()], "planned": planned, "plan_of": places}
 
 
-def _entry_of(content: Mapping[str, Any]) -> Entry:
+def _entry_of(content: Mapping[str, Any]) -> RunRecord:
     planned = [tuple((release_of(fields), count) for fields, count in plan) for plan in content["planned"]]
-    return Entry(
-        **{name: content[name] for name in ("run", "ledger", "adjacency", "sampling", "whole")},
+    return RunRecord(
+        **{name: content[name] for name in ("run", "ledger", "adjacency", "sampling", "accountant", "whole")},
         holders={client: name for client, name in content["holders"]},
         delta=tuple(content["delta"]),
         planned=tuple(planned[place] for place in content["plan_of"]),

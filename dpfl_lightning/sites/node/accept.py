@@ -272,8 +272,7 @@ def verified(state: StateFolder, plan: str) -> float:
     require(wire.digest(terms) == plan, str(folder / "plan.json"), f"have the hash {plan[:12]}", "another one")
     spent = 0.0
     if state.released(plan):
-        (account,) = [one for one in read([folder / "ledger.jsonl"]).accounts if one.releases]
-        spent = account.epsilon
+        spent = max(total.epsilon for total in read([folder / "ledger.jsonl"]).paid)
     schedule = terms.plan.schedule.clients[reserved.client]
     known = {line.purpose: line for line in schedule.planned}
     paid: Counter[str] = Counter()

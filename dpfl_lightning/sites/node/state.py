@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from dpfl_lightning.config.reading import check_format, expecting, read_bytes, read_key
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.privacy.accounting.accountant import exact_sum
+from dpfl_lightning.privacy.compose import Keys, Line, compose
 from dpfl_lightning.privacy.ledger.file import is_begun
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.runtime.files import locked_folder, write_json, write_text
@@ -172,10 +172,15 @@ class StateFolder:
         if not reservation.begun:
             self._write(plan, dataclasses.replace(reservation, begun=True))
 
-    def reserved(self, epsilon: float = 0.0, delta: float = 0.0) -> tuple[float, float]:
-        """Return the sums of epsilon and of delta that all plans reserve, and one more plan of this cost."""
-        plans = self.plans().values()
-        return exact_sum([epsilon, *(one.epsilon for one in plans)]), exact_sum([delta, *(one.delta for one in plans)])
+    def reserved(self, *more: Reservation) -> tuple[float, float]:
+        """Return what all plans and `more` reserve: releases of later ones may be chosen by results, so they add up."""
+        adjacency, keys = self.settings().adjacency, Keys([self.settings().name])
+        lines = [
+            Line(str(number), one.client, keys, (), one.delta, adjacency, "poisson", "pld", one.epsilon, chosen=True)
+            for number, one in enumerate((*self.plans().values(), *more))
+        ]
+        total = compose(lines, of=[keys])[keys]
+        return total.epsilon, total.delta
 
     def reserve(self, terms: Terms, reservation: Reservation, epsilon_limit: float, delta_limit: float) -> str:
         """Store an accepted plan and return its hash; call it under `locked`. Raises UserError as `check` does."""
@@ -192,7 +197,7 @@ class StateFolder:
         """Raise UserError if a plan was accepted before, or the sum of all reservations would exceed a limit."""
         plan, others = wire.digest(terms), self.plans()
         require(plan not in others, "PLAN", "be a plan that was not accepted before", plan[:12], "See `status`.")
-        totals = self.reserved(reservation.epsilon, reservation.delta)
+        totals = self.reserved(reservation)
         for name, limit, total in zip(("epsilon", "delta"), (epsilon_limit, delta_limit), totals, strict=True):
             must = f"be at least {at_most(total)}, the {name} of this plan and of {len(others)} accepted before"
             require(total <= limit, f"--{name}_limit", must, limit, "Refuse the plan, or raise the limit.")
