@@ -200,7 +200,7 @@ def _cell_digests(column: Series) -> np.ndarray:
         place_of, values = pandas.factorize(column)
     except TypeError:  # lists in cells
         place_of, values = pandas.factorize(column.map(str))
-    digests = [cell_digest(as_text(value)) for value in values.tolist()]
+    digests = [cell_digest(str(column.name), as_text(value)) for value in values.tolist()]
     return np.array([*digests, 0], dtype=np.uint64)[place_of]  # of a missing one the place is -1
 
 

@@ -214,13 +214,11 @@ class Population:
 
     def evidence(self, key: bytes) -> tuple[Evidence, ...]:
         """Return evidence of the records of each client who has some, training and held-out ones, keyed by a secret."""
-        rows_of = [torch.cat(pair).cpu() for pair in zip(self.train_of, self.held_out_of, strict=True)]
-        own = [rows for rows, train in zip(rows_of, self.train_of, strict=True) if len(train)]
+        pairs = zip(self.train_of, self.held_out_of, strict=True)
+        rows_of = [torch.cat(pair).cpu().numpy() for pair in pairs if len(pair[0])]
         persons = None if self.persons is None else self.persons.cpu().numpy().astype(np.uint64)
-        of_tensors = [functools.partial(take, self.x, rows.to(self.y.device)) for rows in own]
-        return tuple(
-            self.raw.evidence(rows.numpy(), x, persons, key, len(own)) for rows, x in zip(own, of_tensors, strict=True)
-        )
+        inputs = lambda rows: take(self.x, torch.from_numpy(rows).to(self.y.device))  # noqa: E731
+        return self.raw.evidence(rows_of, inputs, persons, key)
 
     def test_records(self) -> tuple[Inputs, Tensor] | None:
         """Return the test set, x [m, *X] and y [m], or None."""

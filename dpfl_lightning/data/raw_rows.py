@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from dpfl_lightning.privacy.ledger.evidence import Evidence, density
 
 _MARKS_OF_MISSING = frozenset(("", "?", "-", ".", "na", "n/a", "nan", "nat", "<na>", "null", "none"))
 _NUMBER = re.compile(r"[-+]?\d+([.,]\d+)?([eE][-+]?\d+)?")
+_AT_ONCE = 4096  # records whose inputs are read together
 _MOST_PARTS, _MOST_NUMBERS = 8, 256  # of a record of tensors: parts that have a digest each, and numbers that count
 
 
@@ -36,12 +38,27 @@ class RawRows:
     cells: np.ndarray | None = None
     person_numbers: np.ndarray | None = None
 
-    def evidence(self, rows: np.ndarray, x: Any, persons: np.ndarray | None, key: bytes, clients: int) -> Evidence:
-        """Return keyed evidence of some records; `x` makes their inputs, if these are all that there is."""
-        cells = cells_of_tensors(x()) if self.cells is None else self.cells[rows]
+    def evidence(self, rows_of: Sequence[np.ndarray], inputs: Any, persons: Any, key: bytes) -> tuple[Evidence, ...]:
+        """Return keyed evidence of clients.
+
+        Args:
+            rows_of: rows of each client.
+            inputs: function that returns the inputs of rows, which count if there is nothing else.
+            persons: [n] codes of the persons of all rows, uint64, or None.
+            key: secret of the account.
+        """
+        if self.cells is None:
+            order = np.concatenate(rows_of)
+            parts = [cells_of_tensors(inputs(some)) for some in np.split(order, range(_AT_ONCE, len(order), _AT_ONCE))]
+            cells_of = np.split(np.concatenate(parts), np.cumsum(list(map(len, rows_of)))[:-1])
+        else:
+            cells_of = [self.cells[rows] for rows in rows_of]
+        count = len(rows_of)
         if persons is None or self.person_numbers is None:
-            return Evidence.of(cells, None, 1.0, key, clients)
-        return Evidence.of(cells, persons[rows], density(self.person_numbers[rows]), key, clients)
+            return tuple(Evidence.of(cells, None, 1.0, key, count) for cells in cells_of)
+        densities = [density(self.person_numbers[rows]) for rows in rows_of]
+        ids_of = [persons[rows] for rows in rows_of]
+        return tuple(map(Evidence.of, cells_of, ids_of, densities, repeat(key), repeat(count)))
 
 
 def joined_cells(parts: Sequence[np.ndarray]) -> np.ndarray:
@@ -55,10 +72,10 @@ def numbers_of_ids(ids: Iterable[str]) -> np.ndarray:
     return np.array([float("0" + "".join(filter(str.isdecimal, one))[:300]) for one in ids])
 
 
-def cell_digest(value: str) -> int:
+def cell_digest(column: str, value: str) -> int:
     """Return a digest of the text of a cell; 0 if it is missing. 7, 7.0 and " 7" are one, and so are 1.5 and 1,5.
 
-    >>> cell_digest("7.0") == cell_digest(" 7"), cell_digest("n/a")
+    >>> cell_digest("age", "7.0") == cell_digest("Age", " 7"), cell_digest("age", "n/a")
     (True, 0)
     """
     text = folded(value)
@@ -68,7 +85,7 @@ def cell_digest(value: str) -> int:
         number = float(text.replace(",", "."))
         whole = text.isdecimal() and len(text) > 15  # a floating number does not hold it
         text = str(int(text)) if whole else f"{number + 0.0:.12g}"
-    return _plain(text.encode())
+    return _plain(f"{folded(column)}\n{text}".encode())
 
 
 def cells_of_tensors(x: Inputs) -> np.ndarray:

@@ -278,7 +278,7 @@ def records(*numbers: int) -> Evidence:
     """Evidence of 16 records for each number, from this one on, of a population in which no two agree by chance."""
     digests = sorted({one + place for one in numbers for place in range(16)})
     packed = b"".join(one.to_bytes(8, "big") for one in digests)
-    return Evidence((View(packed, len(digests), True, 1e-12),))
+    return Evidence((View(packed, len(digests), True, 1e-12, packed.hex(), 1.0),))
 
 
 def test_of_joined_limits_each_is_kept(account):

@@ -162,7 +162,7 @@ def test_other_records_of_the_same_population_are_another_holder(runs):
 
 def test_a_match_says_how_likely_it_is_by_chance(runs):
     runs.run({"bergen": patients()})
-    with pytest.warns(UserNotice, match=r"by chance with a probability of at most 1e-\d+"):
+    with pytest.warns(UserNotice, match=r"by chance with a probability of at most \d+e-\d+"):
         runs.run({"haukeland": patients()})
     lines = [json.loads(line) for line in runs.account.path.read_text().splitlines()]
     (same,) = [line for line in lines if "same" in line]
@@ -170,12 +170,15 @@ def test_a_match_says_how_likely_it_is_by_chance(runs):
 
 
 def test_records_with_few_values_say_nothing(runs):
-    """Every hospital has patients who agree in three answers."""
+    """Every hospital has patients who agree in three answers. Only the whole table is recognised, in any order."""
     rng = np.random.default_rng(0)
-    answers = [pandas.DataFrame(rng.integers(0, 2, (400, 4)), columns=["age", "crp", "sbp", "ill"]) for _ in "ab"]
-    for name, table in zip(("bergen", "oslo"), answers, strict=True):
+    columns = ["age", "crp", "sbp", "ill"]
+    bergen, oslo = (pandas.DataFrame(rng.integers(0, 2, (400, 4)), columns=columns) for _ in range(2))
+    for name, table in {"bergen": bergen, "oslo": oslo, "lund": bergen[:300]}.items():
         runs.run({name: table}, scale={})
-    assert sorted(runs.holders()) == [("bergen",), ("oslo",)]
+    with pytest.warns(UserNotice, match=r"haukeland has records of bergen: .*all 400 records agree"):
+        runs.run({"haukeland": bergen.sample(frac=1, random_state=0)}, scale={})
+    assert sorted(runs.holders()) == [("bergen", "haukeland"), ("lund",), ("oslo",)]
 
 
 def with_ids(table: pandas.DataFrame, first: int, step: int = 1) -> pandas.DataFrame:
@@ -304,7 +307,7 @@ def test_many_clients_enter_within_seconds(tmp_path):
     runs.account.enter(
         Entry("a" * 32, "none", "add_remove", "poisson", holders, (DELTA,) * count, ((),) * count, found)
     )
-    assert time.process_time() - began < 5 and runs.account.path.stat().st_size < 1000 * 600
+    assert time.process_time() - began < 5 and runs.account.path.stat().st_size < 1000 * 900
     assert len(runs.account.holders()) == 1000
 
 

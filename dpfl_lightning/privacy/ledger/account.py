@@ -685,10 +685,11 @@ def _require_same_holders(begun: Entry, now: Entry) -> None:
 def _joined_words(names: Sequence[str], other: str, found: Sequence[Match]) -> str:
     have = "has" if len(names) == 1 else "have"
     shared, compared = min((one.shared, one.compared) for one in found)
+    agree = f"all {shared:,}" if shared == compared else f"{shared:,} of {compared:,}"
     chance = max(1e-99, *(one.chance for one in found))
     return (
-        f"{_listed(names)} {have} records of {other}: their accounts are one from now on ({shared} of {compared} "
-        f"digests that were compared agree, by chance with a probability of at most {chance:.0e})"
+        f"{_listed(names)} {have} records of {other}: their accounts are one from now on; {agree} records agree that "
+        f"were compared, by chance with a probability of at most {chance:.0e}"
     )
 
 

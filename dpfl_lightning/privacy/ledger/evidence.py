@@ -8,7 +8,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ CONTAINMENT = 0.05  # of the records of the smaller of two clients: from here on
 MOST_CHANCE = 1e-9  # that clients with other records agree as much
 MIN_SHARED = 3  # records
 _MOST_DIGESTS = 256, 1 << 18  # of whole records: of a client, and about that of all clients of a run
-_MOST_WITHOUT = 128, 1 << 14, 1 << 20  # of records without one column: for each column, of a client, of all clients
+_MOST_WITHOUT = 128, 1 << 14, 1 << 18  # of records without one column: for each column, of a client, of all clients
 _FEWEST = 8, 32  # digests, of whole records and of those without a column: fewer show nothing
 _MOST_HASHED = 1 << 21  # records without one column
 _MOST_CANDIDATES = 64  # earlier clients that are compared because of one digest
+_FEW_ROWS = 64
 _LAST = 2**64 - 1
 
 
@@ -33,12 +34,16 @@ class View:
         records: number of records, of which some may be equal.
         complete: whether `packed` has the digests of all records.
         agreement: estimated probability that two records of the population agree by chance.
+        whole: keyed digest of all records together, in any order.
+        repeat: bound of the probability that as many other records of the population are the same ones.
     """
 
     packed: bytes
     records: int
     complete: bool
     agreement: float
+    whole: str
+    repeat: float
 
     @functools.cached_property
     def digests(self) -> np.ndarray:
@@ -53,13 +58,15 @@ class View:
     def of(cls, records: np.ndarray, agreement: float, key: bytes, kind: str, most: int) -> View:
         """Return the view of records, given by plain digests [n] uint64. Those of other kinds are never equal."""
         own = hashlib.blake2b(kind.encode(), key=key, digest_size=32).digest()
-        keyed = [hashlib.blake2b(one, key=own, digest_size=8).digest() for one in map(_bytes, np.unique(records))]
-        return cls(b"".join(sorted(keyed)[:most]), len(records), len(keyed) <= most, agreement)
+        different, counts = np.unique(records, return_counts=True)
+        keyed = sorted(_keyed(own, one) for one in different)
+        whole = _keyed(own, records.sum(dtype=np.uint64)).hex()
+        return cls(b"".join(keyed[:most]), len(records), len(keyed) <= most, agreement, whole, _repeat(counts))
 
 
 @dataclass(frozen=True)
 class Match:
-    """Two clients have records in common: how many of the digests that were compared, and how likely by chance."""
+    """Two clients have records in common: how many of those that were compared, and how likely that is by chance."""
 
     shared: int
     compared: int
@@ -94,21 +101,24 @@ class Evidence:
         rows, columns = cells.sum(axis=1, dtype=np.uint64), cells.shape[1]
         most = max(min(_MOST_DIGESTS[0], _MOST_DIGESTS[1] // clients), _FEWEST[0])
         without = min(_MOST_WITHOUT[0], min(_MOST_WITHOUT[1], _MOST_WITHOUT[2] // clients) // columns)
-        equal = [_equal_pairs(column) for column in cells.T]
+        equal = _equal_pairs(cells)
         views = [View.of(rows, _agreement(rows, equal), key, "row", most)]
         if columns > 1 and without >= _FEWEST[1] and cells.size <= _MOST_HASHED:
             for number in np.flatnonzero(cells.any(axis=0)):
                 rest = rows - cells[:, number]
-                others = equal[:number] + equal[number + 1 :]
+                others = np.delete(equal, number)
                 views.append(View.of(rest, _agreement(rest, others), key, "row", without))
         if persons is not None and len(persons):
             different = np.unique(persons)
             agreement = 1 - (1 - id_density) ** (1 / len(different))  # so that one of as many is hit with this density
-            views.append(View.of(different, agreement, key, "person", most))
+            views.append(replace(View.of(different, agreement, key, "person", most), repeat=1.0))
         return cls(tuple(views))
 
     def as_json(self) -> list[list[Any]]:
-        return [[base64.b64encode(one.packed).decode(), one.records, one.complete, one.agreement] for one in self.views]
+        return [
+            [base64.b64encode(one.packed).decode(), one.records, one.complete, one.agreement, one.whole, one.repeat]
+            for one in self.views
+        ]
 
     @classmethod
     def of_json(cls, content: Sequence[Sequence[Any]]) -> Evidence:
@@ -161,13 +171,16 @@ def matches(evidence: Sequence[Evidence], since: int = 0) -> list[dict[int, Matc
 
 def _match(one: View, other: View, shared: int, of_one: Evidence, of_other: Evidence) -> Match | None:
     """Return how two views match; None if they have too few records in common, or may have them by chance."""
+    comparisons = len(of_one.views) * len(of_other.views)
+    if one.whole == other.whole and one.repeat * comparisons < MOST_CHANCE:
+        return Match(one.records, one.records, one.repeat * comparisons)
     last = min(one.last, other.last)
     counts = [int(np.searchsorted(view.digests, last, side="right")) for view in (one, other)]
     if shared < max(MIN_SHARED, CONTAINMENT * min(counts)):
         return None
-    agreement = max(one.agreement, other.agreement)
+    agreement = max(one, other, key=lambda view: view.records).agreement  # the larger table shows more
     tails = (_tail(shared, counts[0], agreement, other.records), _tail(shared, counts[1], agreement, one.records))
-    chance = min(1.0, max(tails) * len(of_one.views) * len(of_other.views))
+    chance = min(1.0, max(tails) * comparisons)
     return Match(shared, min(counts), chance) if chance < MOST_CHANCE else None
 
 
@@ -183,7 +196,7 @@ def _tail(shared: int, compared: int, agreement: float, records: int) -> float:
     return math.exp(-compared * (share * math.log(share / rate) + rest))
 
 
-def _agreement(rows: np.ndarray, equal_cells: Sequence[float]) -> float:
+def _agreement(rows: np.ndarray, equal_cells: np.ndarray) -> float:
     """Estimate how often two records of the population agree by chance, from those of a table, to the safe side.
 
     It is what pairs of rows show, at most; where none or few agree, the product of what columns show, of which each is
@@ -192,20 +205,33 @@ def _agreement(rows: np.ndarray, equal_cells: Sequence[float]) -> float:
     pairs = len(rows) * (len(rows) - 1) / 2
     if not pairs:
         return 1.0
-    equal = _equal_pairs(rows)
+    equal = float(_equal_pairs(rows[:, None])[0])
     shown = min(1.0, (equal + 3 * math.sqrt(equal) + 3) / pairs)
-    by_columns = math.exp(sum(math.log((one + 1) / (pairs + 1)) for one in equal_cells) / 2)
+    by_columns = math.exp(float(np.log((equal_cells + 1) / (pairs + 1)).sum()) / 2)
     return max(equal / pairs, min(shown, by_columns))
 
 
-def _equal_pairs(values: np.ndarray) -> float:
-    """Return how many pairs of values are equal."""
-    counts = np.unique(values, return_counts=True)[1].astype(np.float64)
-    return float((counts * (counts - 1)).sum() / 2)
+def _repeat(counts: np.ndarray) -> float:
+    """Bound the probability of these counts of equal records, whatever the population is: the largest multinomial one.
+
+    >>> round(_repeat(np.array([1, 1, 1])), 3)  # 3! / 3^3
+    0.222
+    """
+    total = int(counts.sum())
+    ways = math.lgamma(total + 1) - sum(map(math.lgamma, (counts + 1).tolist()))
+    return math.exp(ways + float((counts * np.log(counts / total)).sum()))
 
 
-def _bytes(value: np.uint64) -> bytes:
-    return int(value).to_bytes(8, "big")
+def _equal_pairs(values: np.ndarray) -> np.ndarray:
+    """Return how many pairs of rows are equal in each column [C] of values [n, C]."""
+    if len(values) <= _FEW_ROWS:  # of many small clients
+        return ((values[:, None] == values).sum(axis=(0, 1)) - len(values)) / 2
+    counts = [np.unique(column, return_counts=True)[1].astype(np.float64) for column in values.T]
+    return np.array([(one * (one - 1)).sum() / 2 for one in counts])
+
+
+def _keyed(key: bytes, value: np.uint64) -> bytes:
+    return hashlib.blake2b(int(value).to_bytes(8, "big"), key=key, digest_size=8).digest()
 
 
 def _digests(view: View) -> Iterator[bytes]:
