@@ -233,7 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = table_of(pairs)
     print(table)
     if flags.pairs == PAIRS:
-        (RESULTS / "holders.json").write_text(json.dumps([asdict(pair) for pair in pairs], indent=1) + "\n")
+        lines = ",\n".join(json.dumps(asdict(pair)) for pair in pairs)
+        (RESULTS / "holders.json").write_text(f"[\n{lines}\n]\n")
         (RESULTS / "holders.md").write_text(
             written("Holders recognised", "python -m experiments.holders", _ABOUT, table)
         )

@@ -1,5 +1,6 @@
 """Who is the same in the account: names in any spelling, and records in whatever form a configuration reads them."""
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -15,7 +16,8 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount
+from dpfl_lightning.privacy.ledger.account import NAMELESS, Entry, PrivacyAccount
+from experiments import holders
 
 DELTA = 1e-3
 SCALE = {"age": (60, 20), "crp": (12, 10), "sbp": (130, 20)}
@@ -145,8 +147,6 @@ def test_records_in_another_form_are_the_same_holder(runs, how):
 
 
 def enter(runs: Runs, population: Population) -> None:
-    from dpfl_lightning.privacy.ledger.account import Entry
-
     key = runs.account.key
     found = population.evidence(key)
     runs.account.enter(
@@ -301,8 +301,6 @@ def test_many_clients_enter_within_seconds(tmp_path):
     population, runs = Population.from_datasets(pairs, num_classes=2), Runs(tmp_path)
     began = time.process_time()
     found = population.evidence(runs.account.key)
-    from dpfl_lightning.privacy.ledger.account import Entry
-
     holders, count = dict(enumerate(population.names)), len(pairs)
     runs.account.enter(
         Entry("a" * 32, "none", "add_remove", "poisson", holders, (DELTA,) * count, ((),) * count, found)
@@ -340,6 +338,32 @@ def test_fit_refuses_two_spellings_and_another_order_of_features_at_the_limit(tm
     (holder,) = PrivacyAccount(tmp_path / "users.jsonl").holders()
     assert holder.names == ("bergen", "haukeland") and holder.together.epsilon <= 3 and holder.together.used <= 1
     assert ends[0] == 0 and ends[-1] == 2 and "keep the limit" in capsys.readouterr().err
+
+
+def test_the_page_has_the_figures_of_the_measurement():
+    """And they are of the kind that one may rely on."""
+    pairs = json.loads((holders.RESULTS / "holders.json").read_text())
+    found = {kind: sum(one["found"] for one in pairs if one["kind"] == kind) for kind in holders.KINDS}
+    assert len(pairs) == len(holders.KINDS) * holders.PAIRS and found["disjoint"] == 0 and found["overlapping"] >= 195
+    page = (Path(__file__).parents[2] / "docs" / "ledger.md").read_text()
+    kinds = ("disjoint", "overlapping", "overlapping, few values")
+    assert [line.split("|")[2].strip() for line in page.splitlines() if " of 200 |" in line] == [
+        f"{found[kind]} of {holders.PAIRS}" for kind in kinds
+    ]
+    assert found["changed in every row"] == 0 and "changed in every row, in more than one column, cannot be" in page
+
+
+def test_the_measurement_repeats():
+    pairs = json.loads((holders.RESULTS / "holders.json").read_text())
+    for place, kind in enumerate(holders.KINDS):
+        for number in (0, 1):
+            again = dataclasses.asdict(holders.compared(holders.KINDS[kind], (holders.SEED, place, number)))
+            kept = pairs[place * holders.PAIRS + number]
+            assert (again["found"], list(again["rows"]), again["source"]) == (
+                kept["found"],
+                kept["rows"],
+                kept["source"],
+            )
 
 
 def test_nameless_clients_are_as_before(runs):
