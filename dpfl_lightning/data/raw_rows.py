@@ -47,12 +47,12 @@ class RawRows:
             persons: [n] codes of the persons of all rows, uint64, or None.
             key: secret of the account.
         """
-        if self.cells is None:
+        if self.cells is not None:
+            cells_of = [self.cells[rows] for rows in rows_of]
+        else:
             order = np.concatenate(rows_of)
             parts = [cells_of_tensors(inputs(some)) for some in np.split(order, range(_AT_ONCE, len(order), _AT_ONCE))]
             cells_of = np.split(np.concatenate(parts), np.cumsum(list(map(len, rows_of)))[:-1])
-        else:
-            cells_of = [self.cells[rows] for rows in rows_of]
         count = len(rows_of)
         if persons is None or self.person_numbers is None:
             return tuple(Evidence.of(cells, None, 1.0, key, count) for cells in cells_of)

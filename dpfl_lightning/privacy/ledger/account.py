@@ -87,6 +87,10 @@ class Holder:
     names: tuple[str, ...]
     together: Together
 
+    def is_called(self, name: str) -> bool:
+        """Return whether a name, in any spelling, is one of the holder's."""
+        return folded(name) in map(folded, self.names)
+
 
 class PrivacyAccount:
     """One file (mode 0600) to which every run on own records appends its charges, synced before anything is computed.
@@ -236,10 +240,9 @@ class PrivacyAccount:
         """Say that two names are of one holder."""
         with self._locked() as file:
             known = self._known() | {name for name, _ in self._refused}
+            must = f"be one of {', '.join(sorted(known)) or 'no holder'}"
             for name in (one, other):
-                require(
-                    self._name(name) in known, "HOLDER", f"be one of {', '.join(sorted(known)) or 'no holder'}", name
-                )
+                require(self._name(name) in known, "HOLDER", must, name)
             self._append(file, [{"joined": [one, other]}])
 
     def new(self, holder: str) -> None:

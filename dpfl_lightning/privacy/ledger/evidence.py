@@ -19,9 +19,10 @@ MIN_SHARED = 3  # records
 _MOST_DIGESTS = 256, 1 << 18  # of whole records: of a client, and about that of all clients of a run
 _MOST_WITHOUT = 128, 1 << 14, 1 << 18  # of records without one column: for each column, of a client, of all clients
 _FEWEST = 8, 32  # digests, of whole records and of those without a column: fewer show nothing
-_MOST_HASHED = 1 << 21  # records without one column
+_MOST_HASHED = 1 << 20  # digests of records without one column, of all columns: of more, the least plain ones count
 _MOST_CANDIDATES = 64  # earlier clients that are compared because of one digest
 _FEW_ROWS = 64
+_LEAST_AGREEMENT = 1e-30  # below it, probabilities are no floating numbers
 _LAST = 2**64 - 1
 
 
@@ -103,11 +104,12 @@ class Evidence:
         without = min(_MOST_WITHOUT[0], min(_MOST_WITHOUT[1], _MOST_WITHOUT[2] // clients) // columns)
         equal = _equal_pairs(cells)
         views = [View.of(rows, _agreement(rows, equal), key, "row", most)]
-        if columns > 1 and without >= _FEWEST[1] and cells.size <= _MOST_HASHED:
+        if columns > 1 and without >= _FEWEST[1]:
             for number in np.flatnonzero(cells.any(axis=0)):
                 rest = rows - cells[:, number]
-                others = np.delete(equal, number)
-                views.append(View.of(rest, _agreement(rest, others), key, "row", without))
+                agreement = _agreement(rest, np.delete(equal, number))
+                some = np.sort(rest)[: _MOST_HASHED // columns]
+                views.append(replace(View.of(some, agreement, key, "row", without), records=len(rest)))
         if persons is not None and len(persons):
             different = np.unique(persons)
             agreement = 1 - (1 - id_density) ** (1 / len(different))  # so that one of as many is hit with this density
@@ -142,7 +144,7 @@ def density(numbers: np.ndarray) -> float:
 
 def matches(evidence: Sequence[Evidence], since: int = 0) -> list[dict[int, Match]]:
     """Return for each client from `since` on the earlier ones that have records in common with it."""
-    having: dict[bytes, list[tuple[int, int]]] = {}
+    having: dict[bytes, dict[int, list[int]]] = {}  # digest -> clients -> their views that have it
     first = dict[Evidence, int]()  # clients with equal evidence are compared once
     equal: dict[int, list[int]] = {}
     found: list[dict[int, Match]] = []
@@ -152,7 +154,8 @@ def matches(evidence: Sequence[Evidence], since: int = 0) -> list[dict[int, Matc
             shared = Counter[tuple[int, int, int]]()
             for number, view in enumerate(one.views):
                 for digest in _digests(view):
-                    shared.update((number, *other) for other in having.get(digest, ()))
+                    for other, views in having.get(digest, {}).items():
+                        shared.update((number, other, view_of) for view_of in views)
             best: dict[int, Match] = {}
             for (number, other, view_of), count in shared.items():
                 match = _match(one.views[number], evidence[other].views[view_of], count, one, evidence[other])
@@ -163,9 +166,9 @@ def matches(evidence: Sequence[Evidence], since: int = 0) -> list[dict[int, Matc
         if known == place:
             for number, view in enumerate(one.views):
                 for digest in _digests(view):
-                    owners = having.setdefault(digest, [])
-                    if len(owners) < _MOST_CANDIDATES:
-                        owners.append((place, number))
+                    owners = having.setdefault(digest, {})
+                    if place in owners or len(owners) < _MOST_CANDIDATES:
+                        owners.setdefault(place, []).append(number)
     return found
 
 
@@ -208,7 +211,7 @@ def _agreement(rows: np.ndarray, equal_cells: np.ndarray) -> float:
     equal = float(_equal_pairs(rows[:, None])[0])
     shown = min(1.0, (equal + 3 * math.sqrt(equal) + 3) / pairs)
     by_columns = math.exp(float(np.log((equal_cells + 1) / (pairs + 1)).sum()) / 2)
-    return max(equal / pairs, min(shown, by_columns))
+    return max(equal / pairs, min(shown, by_columns), _LEAST_AGREEMENT)
 
 
 def _repeat(counts: np.ndarray) -> float:
