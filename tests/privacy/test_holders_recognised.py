@@ -9,6 +9,7 @@ import numpy as np
 import pandas
 import pytest
 from conftest import small_loop, small_net
+from dp_accounting import dp_event, pld
 
 from dpfl_lightning.commands.account import main
 from dpfl_lightning.commands.fit import main as fit
@@ -16,6 +17,7 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.account import NAMELESS, Entry, PrivacyAccount
 from experiments import holders
 
@@ -140,18 +142,10 @@ def test_records_in_another_form_are_the_same_holder(runs, how):
     table, options = changed(how)
     with pytest.warns(UserNotice, match="haukeland has records of bergen: their accounts are one from now on"):
         if how == "another label":
-            enter(runs, runs.population({"haukeland": table}, **options))
+            runs.account.enter(entry(runs, {"haukeland": table}, **options))
         else:
             runs.run({"haukeland": table}, **options)
     assert runs.holders() == [("bergen", "haukeland")]
-
-
-def enter(runs: Runs, population: Population) -> None:
-    key = runs.account.key
-    found = population.evidence(key)
-    runs.account.enter(
-        Entry("f" * 32, "none", "add_remove", "poisson", dict(enumerate(population.names)), (DELTA,), ((),), found)
-    )
 
 
 def test_other_records_of_the_same_population_are_another_holder(runs):
@@ -301,12 +295,50 @@ def test_many_clients_enter_within_seconds(tmp_path):
     population, runs = Population.from_datasets(pairs, num_classes=2), Runs(tmp_path)
     began = time.process_time()
     found = population.evidence(runs.account.key)
-    holders, count = dict(enumerate(population.names)), len(pairs)
-    runs.account.enter(
-        Entry("a" * 32, "none", "add_remove", "poisson", holders, (DELTA,) * count, ((),) * count, found)
-    )
+    names, count = dict(enumerate(population.names)), len(pairs)
+    runs.account.enter(Entry("a" * 32, "none", "add_remove", "poisson", names, (DELTA,) * count, ((),) * count, found))
     assert time.process_time() - began < 5 and runs.account.path.stat().st_size < 1000 * 900
     assert len(runs.account.holders()) == 1000
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 50))])
+def test_names_subsets_and_forms_in_any_order_never_pass_a_limit(runs, seed):
+    """All of these runs are on records of one hospital. What they have charged is composed by dp_accounting."""
+    rng, limit, table = np.random.default_rng(seed), 3.0, patients(300, seed)
+    runs.account.limit("bergen", limit, DELTA)
+    runs.account.enter(entry(runs, {"bergen": table}))
+    names = ["bergen", "Bergen", "BERGEN", "haukeland", "Haukeland", "hus", "ward 3"]
+    paid, refused = [], 0
+    for number in range(14):
+        name = str(rng.choice(names))
+        rows = table.sample(frac=rng.uniform(0.1, 1), random_state=number)
+        rows = pandas.concat([rows, patients(int(rng.integers(1, 200)), 100 + number)]) if rng.random() < 0.3 else rows
+        rows = rows.assign(ill=1 - rows["ill"]) if rng.random() < 0.3 else rows.drop(columns=rng.choice(["los", "sbp"]))
+        if rng.random() < 0.3:
+            runs.account.new(name)
+        event = GaussianEvent(rng.uniform(0.02, 0.3), rng.uniform(0.9, 4), int(rng.integers(5, 40)))
+        features = [one for one in ("crp", "age", "sbp") if one in rows]
+        scale = {one: (rng.uniform(0, 50), 40.0) for one in features}
+        try:
+            runs.account.enter(entry(runs, {name: rows}, number, event, features=features, scale=scale))
+            runs.account.charge([(0, event)])
+            paid.append(event)
+        except UserError as error:
+            assert "keep the limit" in str(error) or "know all data holders" in str(error)
+            refused += 1
+    assert paid and refused and len(runs.account.holders()) == 1
+    accountant = pld.PLDAccountant(value_discretization_interval=1e-3)
+    for event in paid:
+        one = dp_event.PoissonSampledDpEvent(event.sample_rate, dp_event.GaussianDpEvent(event.noise_multiplier))
+        accountant.compose(dp_event.SelfComposedDpEvent(one, event.steps))
+    assert accountant.get_epsilon(DELTA) <= limit
+
+
+def entry(runs: Runs, tables, number: int = 99, event=None, **options) -> Entry:
+    population = runs.population(tables, **options)
+    found, planned = population.evidence(runs.account.key), () if event is None else ((event, 1),)
+    names = dict(enumerate(population.names))
+    return Entry(f"{number:032d}", "none", "add_remove", "poisson", names, (DELTA,), (planned,), found)
 
 
 CONFIG = """
