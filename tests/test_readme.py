@@ -74,7 +74,7 @@ def run_warm(command: str, folder: Path) -> str:
     """The same for `dpfl` and `python`, without importing the libraries anew; `test_the_main_command` starts them."""
     program, *words = shlex.split(command)
     assert program in ("dpfl", "python")
-    words = ["-m", f"dpfl_lightning.{words[0]}", *words[1:]] if program == "dpfl" else words
+    words = ["-m", "dpfl_lightning", *words] if program == "dpfl" else words
     process = warm.Process(*words, cwd=folder)
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, f"{command}\n{out}\n{err}"

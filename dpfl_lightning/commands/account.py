@@ -18,19 +18,20 @@ _ABOUT = (
     "Show what all runs on the records of each data holder cost together: epsilon, composed as if one run had planned "
     "them, at the least delta of the runs or that of the limit. limit HOLDER EPSILON DELTA: no run may bring all "
     "runs above that, though later ones are chosen after earlier results; with a limit, a run with an unknown name is "
-    "refused. join HOLDER HOLDER: two names are one holder. add RUN ...: count runs that were made elsewhere. accept: "
+    "refused. new HOLDER: a name is of a holder who is not in the account yet. join HOLDER HOLDER: two names are one "
+    "holder. add RUN ...: count runs that were made elsewhere. accept: "
     "go on with an older file than was seen last."
 )
 _USAGE = "[VERB WORD ...] [FLAGS]"
-_EXAMPLES = ("", "limit bergen 8 1e-5", "join bergen Bergen_hospital", "add runs/*", "--json")
-_COUNTS = {"": 0, "limit": 3, "join": 2, "accept": 0}  # words after the verb
+_EXAMPLES = ("", "limit bergen 8 1e-5", "new lund", "join bergen haukeland", "add runs/*", "--json")
+_COUNTS = {"": 0, "limit": 3, "new": 1, "join": 2, "accept": 0}  # words after the verb
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `account` with command-line arguments, and return its exit status."""
     parser = CommandParser("account", _ABOUT, _USAGE, _EXAMPLES)
-    parser.add_argument("verb", metavar="VERB", nargs="?", default="", choices=("", "limit", "join", "add", "accept"))
+    parser.add_argument("verb", metavar="VERB", nargs="?", default="", choices=(*_COUNTS, "add"))
     parser.add_argument("words", metavar="WORD", nargs="*", help="what VERB needs, see above")
     parser.add_argument("--file", metavar="FILE", help="the account (default: that of privacy.account auto)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
@@ -45,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if flags.verb == "limit":
         account.limit(flags.words[0], *(_number(word) for word in flags.words[1:]))
+    elif flags.verb == "new":
+        account.new(*flags.words)
     elif flags.verb == "join":
         account.join(*flags.words)
     elif flags.verb == "add":

@@ -272,7 +272,7 @@ def _in_account(name: str) -> list[str]:
     return [
         f"Account {users_file()}: {counted(one.together.runs, 'run')} on these records, {one.together.cost()}"
         for one in holders
-        if name in one.names
+        if one.is_called(name)
     ]
 
 

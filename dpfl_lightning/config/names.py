@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-from unicodedata import category
+from unicodedata import category, normalize
 
 from dpfl_lightning.errors import require
 
@@ -27,6 +27,17 @@ def is_name(text: object) -> bool:
         and not text.endswith(" ")
         and all(one.isalnum() or one in _MARKS or category(one)[0] == "M" for one in text)
     )
+
+
+def folded(text: str) -> str:
+    """Return a text in the spelling in which it is compared: compatible characters, upper and lower case, spaces around
+    it and invisible characters make no difference.
+
+    >>> folded(" Ｂergen\u200b ") == folded("BERGEN")
+    True
+    """
+    visible = "".join(one for one in text if category(one) != "Cf")
+    return normalize("NFKC", normalize("NFKC", visible).casefold()).strip()
 
 
 def check_names(key: str, names: Iterable[object]) -> None:

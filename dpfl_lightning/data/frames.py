@@ -16,6 +16,7 @@ import numpy as np
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.data.id_names import names_identifier, names_persons
+from dpfl_lightning.data.raw_rows import cell_digest, joined_cells
 from dpfl_lightning.errors import UserError, nearest, require, warn_user
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Table:
         replace: {column: {value: other}}, for example where a site writes 1 for yes.
         rename: {column: other name}, before `replace`.
         texts: columns, by their other name, whose values are read from a CSV file as they are written: ids and dates.
+        given_cells: those of `cells`, of rows that were read before.
     """
 
     source: Any
@@ -57,6 +59,7 @@ class Table:
     replace: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)
     rename: Mapping[str, str] = field(default_factory=dict)
     texts: Sequence[str] = ()
+    given_cells: Mapping[str, np.ndarray] | None = None
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.read if name not in _READ]
@@ -129,11 +132,35 @@ class Table:
         require(len(frame) > 0, self.key, "have rows", "a first line alone")
         return frame
 
+    @functools.cached_property
+    def cells(self) -> Mapping[str, np.ndarray]:
+        """Digests [n] of the cells of every column as they are written, also of those that nothing uses."""
+        if self.given_cells is not None:
+            return self.given_cells
+        written = self._as_written()
+        return {str(name): _cell_digests(written.iloc[:, place]) for place, name in enumerate(written.columns)}
+
+    def _as_written(self) -> DataFrame:
+        """Return the table with the texts of a CSV file, whatever `read` says of numbers and missing values."""
+        import pandas
+
+        frame = self.frame
+        if not self._is_csv:
+            return self._read()
+        layout = {name: value for name, value in self.read.items() if name in ("sep", "encoding", *_OF_LINES)}
+        layout |= {"engine": "python"} if "skipfooter" in layout else {}
+        written = pandas.read_csv(self.source, **layout, index_col=False, dtype=str, keep_default_na=False)
+        written = written.loc[:, [not str(name).startswith("Unnamed: ") for name in written.columns]]
+        return written if len(written) == len(frame) else frame
+
+    @property
+    def _is_csv(self) -> bool:
+        return isinstance(self.source, str | Path) and Path(self.source).suffix != ".parquet"
+
     @property
     def commas_separate(self) -> bool:
         """Whether it is a CSV file in which commas separate the columns."""
-        from_csv = isinstance(self.source, str | Path) and Path(self.source).suffix != ".parquet"
-        return from_csv and self.read.get("sep", ",") == ","
+        return self._is_csv and self.read.get("sep", ",") == ","
 
     def _is_text(self, name: object) -> bool:
         return self.rename.get(str(name), str(name)) in self.texts
@@ -160,6 +187,18 @@ def without_zone(column: Series) -> Series:
     """Return dates as texts in their own time: summer and winter have other offsets."""
     texts = column.map(as_text, na_action="ignore")
     return texts.astype("str").str.replace(r"(:\d\d(?:\.\d+)?) ?(?:Z|[+-]\d\d:?\d\d)$", r"\1", regex=True)
+
+
+def _cell_digests(column: Series) -> np.ndarray:
+    """Return a digest for each cell of a column [n], uint64; 0 where it is missing."""
+    import pandas
+
+    try:
+        place_of, values = pandas.factorize(column)
+    except TypeError:  # lists in cells
+        place_of, values = pandas.factorize(column.map(str))
+    digests = [cell_digest(str(column.name), as_text(value)) for value in values.tolist()]
+    return np.array([*digests, 0], dtype=np.uint64)[place_of]  # of a missing one the place is -1
 
 
 def _falsely_grouped(path: Path, frame: DataFrame, options: Mapping[str, Any]) -> dict[str, Series]:
@@ -638,7 +677,18 @@ def by_client(table: Table, client: str | None) -> dict[str, Table]:
     names = [str(name) for name, _ in groups]
     require(len(set(names)) == len(names), f"df: {client}", "hold different names as text", names)
     check_names(f"df: {client}", names)
-    return {name: Table(rows, f"client {name}", table.read) for name, (_, rows) in zip(names, groups, strict=True)}
+    places = frame.groupby(client, sort=True).indices
+    cells = {column: of_it for column, of_it in table.cells.items() if table.rename.get(column, column) != client}
+    tables = {}
+    for name, (value, rows) in zip(names, groups, strict=True):
+        own = {column: of_it[places[value]] for column, of_it in cells.items()}
+        tables[name] = Table(rows, f"client {name}", table.read, given_cells=own)
+    return tables
+
+
+def cells_of(tables: Sequence[Table]) -> np.ndarray:
+    """Return digests [n, C] of the cells of all rows of some tables, uint64; 0 for an empty cell."""
+    return joined_cells([np.stack([*table.cells.values()], axis=1) for table in tables])
 
 
 def require_columns(frame: DataFrame, names: Sequence[str], key: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.data.given import Source
+from dpfl_lightning.data.raw_rows import cells_of_tensors
 from dpfl_lightning.errors import require
 from dpfl_lightning.privacy.clipping.inputs import Inputs, joined, record_shape, take
 
@@ -59,9 +60,12 @@ class LazyInputs:
         return moved
 
 
-def scanned(source: Source, seed: int) -> tuple[Inputs, Tensor, np.ndarray, np.ndarray]:
-    """Read all records of a source once: inputs [0, *X], all labels [n], their `coins` and digests [n, 16]."""
-    labels, coins_of, digests_of, empty = [], [], [], None
+def scanned(source: Source, seed: int) -> tuple[Inputs, Tensor, np.ndarray, np.ndarray, np.ndarray]:
+    """Read all records of a source once.
+
+    Returns inputs [0, *X], all labels [n], and of the records `coins`, digests [n, 16] and cells [n, C].
+    """
+    labels, coins_of, digests_of, cells_of, empty = [], [], [], [], None
     for rows in np.split(np.arange(len(source)), range(_AT_ONCE, len(source), _AT_ONCE)):
         x, y = source.read(rows)
         empty = take(x, slice(0)) if empty is None else empty
@@ -70,7 +74,8 @@ def scanned(source: Source, seed: int) -> tuple[Inputs, Tensor, np.ndarray, np.n
         labels.append(y)
         coins_of.append(coins(x, y, seed))
         digests_of.append(record_digests(x, y, b"", size=16))
-    return empty, torch.cat(labels), np.concatenate(coins_of), np.concatenate(digests_of)
+        cells_of.append(cells_of_tensors(x))
+    return empty, torch.cat(labels), np.concatenate(coins_of), np.concatenate(digests_of), np.concatenate(cells_of)
 
 
 def coins(x: Inputs, y: Tensor, seed: int) -> np.ndarray:

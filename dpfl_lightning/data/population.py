@@ -20,6 +20,7 @@ from dpfl_lightning.data.frames import (
     NO_PERSON,
     Columns,
     by_client,
+    cells_of,
     require_filled,
     require_persons_stated,
     table_of,
@@ -32,8 +33,10 @@ from dpfl_lightning.data.images import image_folders
 from dpfl_lightning.data.lazy import LazyInputs, coins, scanned
 from dpfl_lightning.data.loaders import warn_of_batch_sizes
 from dpfl_lightning.data.modules import datasets_of
+from dpfl_lightning.data.raw_rows import RawRows, numbers_of_ids
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Block, Inputs, joined, record_shape, take
+from dpfl_lightning.privacy.ledger.evidence import Evidence
 
 if TYPE_CHECKING:
     from dpfl_lightning.data.datasets import Dataset
@@ -72,6 +75,7 @@ class Population:
         rows_per_person: most rows of a person that training uses, if it counts persons (`counting`), else None.
         units, held_out_units: [N] rows of each client's persons `[persons, rows_per_person]`, -1 where there is none;
             see `chosen`.
+        raw: digests of the records as they were given, beside x and y.
     """
 
     x: Inputs
@@ -92,6 +96,7 @@ class Population:
     rows_per_person: int | None = None
     units: list[Tensor] | None = None
     held_out_units: list[Tensor] | None = None
+    raw: RawRows = field(default_factory=RawRows)
 
     def __post_init__(self) -> None:
         if self.names:
@@ -209,6 +214,14 @@ class Population:
             assert self.held_out_units is not None, "`chosen` was not called"
             return self._blocks(self.held_out_units[client])
         return self._rows(self.held_out_of[client])
+
+    def evidence(self, key: bytes) -> tuple[Evidence, ...]:
+        """Return evidence of the records of each client who has some, training and held-out ones, keyed by a secret."""
+        pairs = zip(self.train_of, self.held_out_of, strict=True)
+        rows_of = [torch.cat(pair).cpu().numpy() for pair in pairs if len(pair[0])]
+        persons = None if self.persons is None else self.persons.cpu().numpy().astype(np.uint64)
+        inputs = lambda rows: take(self.x, torch.from_numpy(rows).to(self.y.device))  # noqa: E731
+        return self.raw.evidence(rows_of, inputs, persons, key)
 
     def test_records(self) -> tuple[Inputs, Tensor] | None:
         """Return the test set, x [m, *X] and y [m], or None."""
@@ -395,7 +408,7 @@ class Population:
             require(same, source.where, f"be in the form of {whose[0]}, {sources[0].form}", str(source.form))
             source.check_constant()
         if lazy:
-            xs, ys, draws_of, digests = zip(*(scanned(source, seed) for source in sources), strict=True)
+            xs, ys, draws_of, digests, cells = zip(*(scanned(source, seed) for source in sources), strict=True)
         else:
             xs, ys = zip(*(source.read() for source in sources), strict=True)
         pairs = [(source.where, x, y) for source, x, y in zip(sources, xs, ys, strict=True)]
@@ -405,10 +418,11 @@ class Population:
             warn_user(
                 f"inputs have numbers above {_LARGE:,}: divide them by a public constant, so that they are near 1"
             )
-        x, y = joined(xs), torch.cat(ys)
+        x, y, raw = joined(xs), torch.cat(ys), RawRows()
         ends = np.cumsum([len(labels) for labels in ys])[: len(clients)]
         if lazy:
             x, draws = LazyInputs(sources, x, torch.from_numpy(np.concatenate(digests))), np.concatenate(draws_of)
+            raw = RawRows(np.concatenate(cells))
         elif held_out:
             draws = coins(take(x, slice(ends[-1])), y[: ends[-1]], seed)
         ids = None
@@ -430,7 +444,7 @@ class Population:
         test_rows = None if test is None else torch.arange(ends[-1], len(y))
         rows_of = _tensors(train), _tensors(held_out_rows), test_rows
         schema = {"classes": [] if classes is None else list(map(str, classes))}
-        population = cls(x, y, *rows_of, num_classes, names=names, form=sources[0].form, schema=schema)
+        population = cls(x, y, *rows_of, num_classes, names=names, form=sources[0].form, schema=schema, raw=raw)
         if ids is None:
             return population
         if test is not None:
@@ -438,7 +452,9 @@ class Population:
             of_test = None if of_test is None else ids_of(of_test, len(ys[-1]), "test_persons")
             people.check_test_persons(of_test, ids, is_held_out)
         persons = people.with_nobody(torch.cat([people.codes(one) for one in ids]), len(y))
-        return dataclasses.replace(population, persons=persons, schema={**schema, "person": True})
+        numbers = numbers_of_ids([one for part in ids for one in part])
+        raw = dataclasses.replace(raw, person_numbers=np.pad(numbers, (0, len(y) - len(numbers))))
+        return dataclasses.replace(population, persons=persons, schema={**schema, "person": True}, raw=raw)
 
     @classmethod
     def from_dataframe(
@@ -529,7 +545,8 @@ class Population:
         options["label"] = ", ".join(columns.labels)
         population = cls.from_datasets(records, tested, held_out=held_out, classes=classes, **options)
         schema = {**population.schema, **columns.schema()}
-        return dataclasses.replace(population, features=columns.features_facts(), schema=schema)
+        raw = dataclasses.replace(population.raw, cells=cells_of([*tables.values(), *([] if test is None else [test])]))
+        return dataclasses.replace(population, features=columns.features_facts(), schema=schema, raw=raw)
 
     @classmethod
     def from_datamodule(cls, datamodule: Any, *, client: Any = None, person: Any = None, **options: Any) -> Population:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.client.identity import sketches
 from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, CumulativeGuarantee
@@ -42,8 +41,7 @@ class DataHolders:
 
     def _entry(self, plan: RunPlan, account: PrivacyAccount, run: str, ledger: Path) -> RunRecord:
         own = [client for client in self._everyone if len(self.population.train_of[client])]
-        schedules, found = [plan.schedule.clients[client] for client in own], sketches(self.population, account.key)
-        names = self.population.names
+        schedules, names = [plan.schedule.clients[client] for client in own], self.population.names
         return RunRecord(
             run=run,
             ledger=str(ledger.absolute()),
@@ -53,7 +51,7 @@ class DataHolders:
             holders={client: names[client] if names else NAMELESS for client in own},
             delta=tuple(schedule.delta for schedule in schedules),
             planned=tuple(once_each(_releases, schedules)),
-            sketches=tuple(found[client] for client in own),
+            evidence=self.population.evidence(account.key),
             whole=plan.changes_mechanisms or ENDS_BY_RESULTS in plan.caveats,
         )
 

@@ -20,7 +20,7 @@ import dpfl_lightning
 from dpfl_lightning.config.options import FREE, PrivacyOptions
 from dpfl_lightning.config.public import published
 from dpfl_lightning.data import Population
-from dpfl_lightning.data.lazy import LazyInputs, record_digests
+from dpfl_lightning.data.lazy import LazyInputs
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import RunPlan
@@ -148,27 +148,6 @@ def data_digests(population: Population, key: bytes) -> Iterator[bytes]:
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
             digest.update(memory_of(tensor))
         yield digest.digest()
-
-
-def sketches(population: Population, key: bytes) -> list[tuple[str, ...]]:
-    """The least keyed digests of each client's records, at most 16. Clients with many in common share records.
-
-    Training and held-out records count in any order. Of a long record, 256 numbers do.
-    """
-    found = []
-    for rows in map(torch.cat, zip(population.train_of, population.held_out_of, strict=True)):
-        x, y = population.x, population.y[rows].cpu()
-        if isinstance(x, LazyInputs):
-            some: Any = x.digests[rows.cpu()]
-        else:
-            some = [part[:, :: part.shape[1] // 256 + 1] for part in _columns(take(x, rows))]
-        digests = record_digests(some, y, key, size=8)
-        found.append(tuple(sorted({one.tobytes().hex() for one in digests})[:16]))
-    return found
-
-
-def _columns(x: Any) -> list[torch.Tensor]:
-    return [part.cpu().reshape(len(part), math.prod(part.shape[1:])) for part in tree_leaves(x)]
 
 
 def module_digest(module: ClientModule) -> str:

@@ -19,6 +19,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from dpfl_lightning.config.names import folded
 from dpfl_lightning.config.reading import check_format, expecting
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.privacy.accounting.events import Event, Release
@@ -35,6 +36,7 @@ from dpfl_lightning.privacy.compose import (
     pointwise_maximum,
     relation_of_all,
 )
+from dpfl_lightning.privacy.ledger.evidence import Evidence, Match, matches, named
 from dpfl_lightning.privacy.ledger.file import NO_CHAIN, chain_of, follows, read_header, release_of, sealed
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.runtime.files import is_locked, write_text
@@ -42,6 +44,7 @@ from dpfl_lightning.runtime.strict_json import parsed
 from dpfl_lightning.runtime.text import at_most
 
 Runs = Mapping[str, tuple["RunRecord", Mapping[int, Counter[Release]]]]
+Join = tuple[str, str, Match]  # two names whose records match
 
 VERSION = 2
 AUTO = "auto"  # privacy.account: the user's file for own data, none for public data
@@ -70,7 +73,7 @@ class RunRecord:
         run: name of the run's ledger, whose file `ledger` is locked as long as the run goes on.
         holders: client -> its name, or `NAMELESS`; clients without records are left out.
         delta, planned: of each of these clients, in the same order; `planned` are different releases and their numbers.
-        sketches: digests of some records of each, which show later that two clients have much in common.
+        evidence: keyed digests of records of each, which show later that two clients have records in common.
         whole: whether all that is planned counts, because its end or its noise follows from its releases.
     """
 
@@ -82,7 +85,7 @@ class RunRecord:
     holders: Mapping[int, str]
     delta: tuple[float, ...]
     planned: tuple[tuple[tuple[Release, int], ...], ...]
-    sketches: tuple[tuple[str, ...], ...]
+    evidence: tuple[Evidence, ...]
     whole: bool = False
 
 
@@ -93,6 +96,10 @@ class Holder:
     names: tuple[str, ...]
     together: CumulativeGuarantee
 
+    def is_called(self, name: str) -> bool:
+        """Return whether a name, in any spelling, is one of the holder's."""
+        return folded(name) in map(folded, self.names)
+
 
 class PrivacyAccount:
     """One file (mode 0600) to which every run on own records appends its charges, synced before anything is computed.
@@ -100,6 +107,8 @@ class PrivacyAccount:
     A charge is counted each time that it is made, so that copies of a run, runs at the same time and runs whose folder
     is gone are all counted. Every line is linked to the one before. A small file in the user's state directory
     remembers the last one: an account that is older, or gone, is refused. Who deletes both is not noticed.
+
+    Names are compared without regard to case, spaces around them and invisible characters, and shown as first written.
 
     **Privacy** For the data holders alone: it holds names, and keyed digests of records beside the key.
     """
@@ -118,14 +127,14 @@ class PrivacyAccount:
         Runs that go on at the same time count with all that they plan. One that has `ended` releases nothing more.
         """
         with self._locked() as file:
-            known = self._runs.get(entry.run)
+            entry, known = self._spelt(entry), self._runs.get(entry.run)
             if known is not None:
                 _require_same_holders(known[0], entry)
-            joins = [] if known and known[0].sketches == entry.sketches else self._joins(entry)
+            joins = [] if known and known[0].evidence == entry.evidence else self._joins(entry)
             if not ended:
                 self._admit(file, entry, joins)
-            lines = [_line_of(entry)] if known is None or known[0] != entry else []
-            self._join(file, joins, lines)
+            new = known is None or known[0] != entry
+            self._join(file, joins, [*self._evidence_lines(entry), _line_of(entry)] if new else [])
             self._within = len(self._chains)
         self._entry = entry
 
@@ -148,11 +157,11 @@ class PrivacyAccount:
             holders={client: header.name_of(client) if named else NAMELESS for client in clients},
             delta=tuple(header.delta[client] for client in clients),
             planned=tuple(tuple((event, 1) for event in plans[client]) for client in clients),
-            sketches=((),) * len(clients),
+            evidence=(Evidence(),) * len(clients),
             whole=bool(header.planned),
         )
         with self._locked() as file:
-            known = self._runs.get(entry.run)
+            entry, known = self._spelt(entry), self._runs.get(entry.run)
             if known is None or not entry.holders.keys() <= known[0].holders.keys():
                 self._append(file, [_line_of(entry if known is None else _with_clients(known[0], entry))])
         original = path if known is None else Path(known[0].ledger)  # whose lines tell apart those of a copy
@@ -188,7 +197,7 @@ class PrivacyAccount:
         counts = Counter((client, event) for client, event in charges if client in entry.holders)
         with self._locked() as file:
             if entry.run not in self._runs:
-                self._append(file, [_line_of(entry)])
+                self._append(file, [*self._evidence_lines(entry), _line_of(entry)])
             within = self._within == len(self._chains) and self._plans(entry, counts)
             if not within:
                 self._check(entry, counts)
@@ -206,6 +215,7 @@ class PrivacyAccount:
         Raises UserError as `enter` does, and then keeps what the run says of who is who, as `enter` does.
         """
         with self._locked() as file:
+            entry = self._spelt(entry)
             joins = self._joins(entry)
             self._admit(file, entry, joins)
             nothing = {client: Counter[Release]() for client in entry.holders}
@@ -234,16 +244,26 @@ class PrivacyAccount:
         with self._locked() as file:
             self._append(file, [{"limit": [holder, epsilon, delta]}])
             known = self._names()
-        if known and holder not in known:
+        if known and self._name(holder) not in known:
             warn_user(f"no run of {holder} is in the account yet; its data holders are {', '.join(sorted(known))}")
 
     def join(self, one: str, other: str) -> None:
         """Say that two names are of one holder."""
         with self._locked() as file:
-            known = self._names() | self._limits.keys() | {name for name, _ in self._refused}
+            known = self._known() | {name for name, _ in self._refused}
+            must = f"be one of {', '.join(sorted(known)) or 'no holder'}"
             for name in (one, other):
-                require(name in known, "HOLDER", f"be one of {', '.join(sorted(known)) or 'no holder'}", name)
+                require(self._name(name) in known, "HOLDER", must, name)
             self._append(file, [{"joined": [one, other]}])
+
+    def new(self, holder: str) -> None:
+        """Say that a name is of a holder whom the account does not know. What records show of it stays."""
+        with self._locked() as file:
+            self._append(file, [{"new": holder}])
+            name = self._name(holder)
+            others = sorted(self._group(name) - self._declared.get(name, frozenset()) - {name})
+        if others:
+            warn_user(f"{name} has records of {_listed(others)}, so their accounts stay one")
 
     def accept(self) -> int:
         """Go on with an account that is older than the one that was seen last; return its number of lines.
@@ -264,6 +284,20 @@ class PrivacyAccount:
 
     def _names(self) -> set[str]:
         return {name for entry, _ in self._runs.values() for name in entry.holders.values()}
+
+    def _known(self) -> set[str]:
+        """Return all names that a run, a limit or the operator has made known."""
+        return self._names() | self._limits.keys() | self._declared.keys() | self._new
+
+    def _name(self, written: str) -> str:
+        """Return a name as it was first written."""
+        return self._written.get(folded(written), written)
+
+    def _spelt(self, entry: RunRecord) -> RunRecord:
+        """Return an entry with the names as they were first written, in the account or in the entry."""
+        written = dict[str, str]()
+        names = [self._written.get(one) or written.setdefault(one, name) for one, name in _foldings(entry)]
+        return replace(entry, holders=dict(zip(entry.holders, names, strict=True)))
 
     def _group(self, name: str) -> frozenset[str]:
         return self._same.get(name, frozenset([name]))
@@ -325,7 +359,7 @@ class PrivacyAccount:
         each = histories(lines, [_keys(group)])[_keys(group)] if limits else []
         return max(((RenyiFilter(*limit).used(each), *limit) for limit in limits), default=None)
 
-    def _admit(self, file: FileIO, entry: RunRecord, joins: Sequence[tuple[str, str]]) -> None:
+    def _admit(self, file: FileIO, entry: RunRecord, joins: Sequence[Join]) -> None:
         """Raise UserError unless the plan of a run keeps all limits and they know its names.
 
         What a refused run says of who is who is kept: otherwise two names in turn would each time be new.
@@ -336,31 +370,37 @@ class PrivacyAccount:
                 self._check(entry, {})
         except UserError:
             known = {*self._evidence(self._runs.values()), *self._refused}
-            new = [pair for pair in self._evidence([(entry, {})]) if pair not in known]
-            self._join(file, joins, [{"refused": new}] if new else [])
+            new = [(name, one.name) for name, one in self._evidence([(entry, {})]) if (name, one) not in known]
+            self._join(file, joins, [*self._evidence_lines(entry), {"refused": new}] if new else [])
             raise
 
-    def _join(self, file: FileIO, joins: Sequence[tuple[str, str]], lines: Sequence[Mapping[str, Any]]) -> None:
-        """Write down which names are one holder, and further lines."""
-        self._append(file, [*({"same": pair} for pair in joins), *lines])
-        for other, names in groupby(joins, key=itemgetter(1)):
-            warn_user(_joined_words([name for name, _ in names], other))
+    def _evidence_lines(self, entry: RunRecord) -> list[dict[str, Any]]:
+        """Return a line for the evidence of a run that is not in the account; a line of a run refers to it."""
+        new = {name: one.as_json() for name, one in named(entry.evidence).items() if name not in self._seen_evidence}
+        return [{"evidence": new}] if new else []
+
+    def _join(self, file: FileIO, joins: Sequence[Join], lines: Sequence[Mapping[str, Any]]) -> None:
+        """Write down which names are one holder and how likely that is by chance, and further lines."""
+        self._append(file, [*({"same": [one, other], "chance": match.chance} for one, other, match in joins), *lines])
+        for other, ones in groupby(joins, key=itemgetter(1)):
+            pairs = [(name, match) for name, _, match in ones]
+            warn_user(_joined_words([name for name, _ in pairs], other, [match for _, match in pairs]))
 
     def _require_known(self, entry: RunRecord) -> None:
-        """Raise UserError for a name that no run, limit or join has, if there is a limit.
+        """Raise UserError for a name that nobody has made known and whose records are not known, if there is a limit.
 
-        Digests that differ do not show that it is another holder: a column with another scale changes all of them.
+        Records that are not recognised do not show that it is another holder: every row may have been changed.
         """
         if not self._limits or entry.run in self._runs:
             return
-        known = self._names() | self._limits.keys() | self._declared.keys()
+        known = self._known()
         unknown = sorted({name for name in entry.holders.values() if known.isdisjoint(self._group(name))})
         limited = _listed(sorted(self._limits))
         name, one = (shlex.quote(min(names, default="")) for names in (unknown, self._limits))
         file = self._in_commands()
         advice = (
-            f"Say who it is: `dpfl account join {name} {one}{file}` if the records are of {min(self._limits)}, else "
-            f"`dpfl account limit {name} EPSILON DELTA{file}`."
+            f"Say who it is: `dpfl account new {name}{file}` if the account has none of its records, else "
+            f"`dpfl account join {name} {one}{file}`, or with the name of whose they are."
         )
         must = f"know all data holders of a run, because there is a limit on {limited}"
         require(not unknown, "privacy.account", must, _listed(unknown), advice)
@@ -403,28 +443,27 @@ class PrivacyAccount:
         planned, paid = dict(zip(entry.holders, map(dict, entry.planned), strict=True)), self._runs[entry.run][1]
         return all(paid[client][event] + n <= planned[client].get(event, 0) for (client, event), n in charges.items())
 
-    def _joins(self, entry: RunRecord) -> list[tuple[str, str]]:
+    def _joins(self, entry: RunRecord) -> list[Join]:
         """Return the names that have records in common with a client of the run, in earlier runs or in this one."""
         earlier = dict.fromkeys([*self._evidence(self._runs.values()), *self._refused])
-        names, sketches = zip(*earlier, *self._evidence([(entry, {})]), strict=True)
-        like = _resembling(sketches)[len(earlier) :]
-        found = [(name, names[one]) for name, ones in zip(entry.holders.values(), like, strict=True) for one in ones]
-        joins, same = [], dict(self._same)
-        for name, other in found:
-            if name != other and other not in same.get(name, ()):
-                joins.append((name, other))
-                _unite(same, name, other)
+        names, evidence = zip(*earlier, *self._evidence([(entry, {})]), strict=True)
+        joins, same = list[Join](), dict(self._same)
+        for name, like in zip(entry.holders.values(), matches(evidence, len(earlier)), strict=True):
+            for other, match in ((names[one], match) for one, match in like.items()):
+                if name != other and other not in same.get(name, ()):
+                    joins.append((name, other, match))
+                    _unite(same, name, other)
         return joins
 
-    def _evidence(self, runs: Iterable[tuple[RunRecord, object]]) -> list[tuple[str, tuple[str, ...]]]:
-        """Return the name and the sketch of each client of some runs."""
-        return [pair for entry, _ in runs for pair in zip(entry.holders.values(), entry.sketches, strict=True)]
+    def _evidence(self, runs: Iterable[tuple[RunRecord, object]]) -> list[tuple[str, Evidence]]:
+        """Return the name and the evidence of each client of some runs."""
+        return [pair for entry, _ in runs for pair in zip(entry.holders.values(), entry.evidence, strict=True)]
 
     def _sharing(self, entry: RunRecord, places: Sequence[int]) -> list[list[int]]:
         """Return which of some clients of a run share records."""
         names = list(entry.holders.values())
         owners = tuple(map(self._owner, (names[place] for place in places)))
-        classes = _classes(owners, tuple(entry.sketches[place] for place in places))
+        classes = _classes(owners, tuple(entry.evidence[place] for place in places))
         return [[places[one] for one in of_one] for of_one in classes]
 
     def _owner(self, name: str) -> str:
@@ -432,11 +471,11 @@ class PrivacyAccount:
         return name if name == NAMELESS else min(self._declared.get(name, {name}) - {NAMELESS})
 
     @contextlib.contextmanager
-    def _united(self, joins: Sequence[tuple[str, str]]) -> Iterator[None]:
+    def _united(self, joins: Sequence[Join]) -> Iterator[None]:
         """Answer questions as if these names were joined, of which nothing is written down."""
         same = dict(self._same)
-        for pair in joins:
-            _unite(self._same, *pair)
+        for one, other, _ in joins:
+            _unite(self._same, one, other)
         try:
             yield
         finally:
@@ -475,7 +514,10 @@ class PrivacyAccount:
         self._same: dict[str, frozenset[str]] = {}  # name -> all names of its holder
         self._declared: dict[str, frozenset[str]] = {}  # those of them that the operator has joined
         self._limits: dict[str, tuple[float, float]] = {}
-        self._refused: dict[tuple[str, tuple[str, ...]], None] = {}  # names and sketches of runs that were refused
+        self._new: set[str] = set()  # names that the operator has declared new
+        self._written: dict[str, str] = {}  # name as it is compared -> as it was first written
+        self._seen_evidence: dict[str, Evidence] = {"": Evidence()}
+        self._refused: dict[tuple[str, Evidence], None] = {}  # names and evidence of runs that were refused
         self._settled: dict[str, dict[str, tuple[int, Release]]] = {}  # run -> chain of a ledger's line -> charge
         self._key = b""
 
@@ -518,7 +560,7 @@ class PrivacyAccount:
             check_format(self.path, content["account"], VERSION)
             self._key = bytes.fromhex(content["key"])
         elif "run" in content:
-            entry = _entry_of(content)
+            entry = self._entry_of(content)
             paid = self._runs[entry.run][1] if entry.run in self._runs else {}
             self._runs[entry.run] = entry, {**{client: Counter() for client in entry.holders}, **paid}
         elif "paid" in content:
@@ -528,18 +570,38 @@ class PrivacyAccount:
                     paid[client][release_of(fields)] += 1
         elif "limit" in content:
             holder, epsilon, delta = content["limit"]
-            self._limits[holder] = epsilon, delta
+            self._limits[self._as_first_written(holder)] = epsilon, delta
         elif "settled" in content:
             known = self._settled.setdefault(content["settled"], {})
             for fields, lines in content["lines"]:
                 known |= {chain: (client, release_of(fields)) for client, chain in lines}
         elif "refused" in content:
-            self._refused |= dict.fromkeys((name, tuple(sketch)) for name, sketch in content["refused"])
+            pairs = [(self._as_first_written(name), self._seen_evidence[one]) for name, one in content["refused"]]
+            self._refused |= dict.fromkeys(pairs)
+        elif "evidence" in content:
+            self._seen_evidence |= {name: Evidence.of_json(one) for name, one in content["evidence"].items()}
+        elif "new" in content:
+            self._new.add(self._as_first_written(content["new"]))
         elif "joined" in content:
-            _unite(self._declared, *content["joined"])
-            _unite(self._same, *content["joined"])
+            names = [self._as_first_written(name) for name in content["joined"]]
+            _unite(self._declared, *names)
+            _unite(self._same, *names)
         else:
-            _unite(self._same, *content["same"])
+            _unite(self._same, *map(self._as_first_written, content["same"]))
+
+    def _as_first_written(self, name: str) -> str:
+        """Remember how a name is written first, and return that."""
+        return self._written.setdefault(folded(name), name)
+
+    def _entry_of(self, content: Mapping[str, Any]) -> RunRecord:
+        planned = [tuple((release_of(fields), count) for fields, count in plan) for plan in content["planned"]]
+        return RunRecord(
+            **{name: content[name] for name in ("run", "ledger", "adjacency", "sampling", "accountant", "whole")},
+            holders={client: self._as_first_written(name) for client, name in content["holders"]},
+            delta=tuple(content["delta"]),
+            planned=tuple(planned[place] for place in content["plan_of"]),
+            evidence=tuple(self._seen_evidence[name] for name in content["evidence"]),
+        )
 
     def _append(self, file: FileIO, contents: Sequence[Mapping[str, Any]]) -> None:
         """Write lines and sync; a new file gets a header. Nothing that is not on disk is remembered."""
@@ -599,15 +661,8 @@ def _unite(groups: dict[str, frozenset[str]], one: str, other: str) -> None:
     groups |= dict.fromkeys(group, group)
 
 
-def _resembling(sketches: Sequence[Sequence[str]]) -> list[list[int]]:
-    """Return for each sketch the earlier ones that have half of the digests in common with it."""
-    having, found = dict[str, list[int]](), []
-    for place, sketch in enumerate(sketches):
-        shared = Counter(one for digest in sketch for one in having.get(digest, ()))
-        found.append([one for one, n in shared.items() if 2 * n >= min(len(sketch), len(sketches[one]))])
-        for digest in sketch:
-            having.setdefault(digest, []).append(place)
-    return found
+def _foldings(entry: RunRecord) -> list[tuple[str, str]]:
+    return [(folded(name), name) for name in entry.holders.values()]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -622,9 +677,15 @@ def _require_same_holders(begun: RunRecord, now: RunRecord) -> None:
         require(now.holders.get(client) == name, "privacy.account", must, now.holders.get(client, "nobody"))
 
 
-def _joined_words(names: Sequence[str], other: str) -> str:
+def _joined_words(names: Sequence[str], other: str, found: Sequence[Match]) -> str:
     have = "has" if len(names) == 1 else "have"
-    return f"{_listed(names)} {have} records of {other}: their accounts are one from now on"
+    shared, compared = min((one.shared, one.compared) for one in found)
+    agree = f"all {shared:,}" if shared == compared else f"{shared:,} of {compared:,}"
+    chance = max(1e-99, *(one.chance for one in found))
+    return (
+        f"{_listed(names)} {have} records of {other}: their accounts are one from now on; {agree} records agree that "
+        f"were compared, by chance with a probability of at most {chance:.0e}"
+    )
 
 
 def _with_clients(entry: RunRecord, other: RunRecord) -> RunRecord:
@@ -632,7 +693,7 @@ def _with_clients(entry: RunRecord, other: RunRecord) -> RunRecord:
     new = [place for place, client in enumerate(other.holders) if client not in entry.holders]
     joined: dict[str, Any] = {
         name: (*getattr(entry, name), *(getattr(other, name)[place] for place in new))
-        for name in ("delta", "planned", "sketches")
+        for name in ("delta", "planned", "evidence")
     }
     named = list(other.holders.items())
     return replace(entry, holders={**entry.holders, **dict(named[place] for place in new)}, **joined)
@@ -641,20 +702,10 @@ def _with_clients(entry: RunRecord, other: RunRecord) -> RunRecord:
 def _line_of(entry: RunRecord) -> dict[str, Any]:
     different, places = numbered(entry.planned)
     planned = [[[event.as_dict(), count] for event, count in plan] for plan in different]
-    names = ("run", "ledger", "adjacency", "sampling", "accountant", "delta", "sketches", "whole")
-    fields = {name: getattr(entry, name) for name in names}
+    names = ("run", "ledger", "adjacency", "sampling", "accountant", "delta", "whole")
+    fields: dict[str, Any] = {name: getattr(entry, name) for name in names}
+    fields["evidence"] = [one.name for one in entry.evidence]
     return {**fields, "holders": [*entry.holders.items()], "planned": planned, "plan_of": places}
-
-
-def _entry_of(content: Mapping[str, Any]) -> RunRecord:
-    planned = [tuple((release_of(fields), count) for fields, count in plan) for plan in content["planned"]]
-    return RunRecord(
-        **{name: content[name] for name in ("run", "ledger", "adjacency", "sampling", "accountant", "whole")},
-        holders={client: name for client, name in content["holders"]},
-        delta=tuple(content["delta"]),
-        planned=tuple(planned[place] for place in content["plan_of"]),
-        sketches=tuple(map(tuple, content["sketches"])),
-    )
 
 
 def _paid_lines(run: str, charges: Sequence[tuple[int, Release]]) -> list[dict[str, Any]]:
@@ -674,12 +725,12 @@ def _settled_lines(run: str, charges: Mapping[str, tuple[int, Release]]) -> list
 
 
 @functools.lru_cache(maxsize=4096)
-def _classes(owners: tuple[str, ...], sketches: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Return which clients share records: those with like sketches, of one owner, or with a name but no sketch."""
+def _classes(owners: tuple[str, ...], evidence: tuple[Evidence, ...]) -> tuple[tuple[int, ...], ...]:
+    """Return which clients share records: those whose evidence matches, of one owner, or with a name but none."""
     class_of = list(range(len(owners)))
-    for place, like in enumerate(_resembling(sketches)):
-        named = [] if owners[place] == NAMELESS else [one for one in range(place) if owners[one] != NAMELESS]
-        unknown = [one for one in named if owners[one] == owners[place] or not (sketches[place] and sketches[one])]
+    for place, like in enumerate(matches(evidence)):
+        others = [] if owners[place] == NAMELESS else [one for one in range(place) if owners[one] != NAMELESS]
+        unknown = [one for one in others if owners[one] == owners[place] or not (evidence[place] and evidence[one])]
         for one in (other for other in (*like, *unknown) if class_of[other] != class_of[place]):
             class_of = [class_of[one] if number == class_of[place] else number for number in class_of]
     return tuple(tuple(p for p, number in enumerate(class_of) if number == one) for one in dict.fromkeys(class_of))
