@@ -19,11 +19,12 @@ from pandas import DataFrame
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserNotice
-from dpfl_lightning.privacy.ledger.account import RunRecord, PrivacyAccount
+from dpfl_lightning.privacy.ledger.account import PrivacyAccount, RunRecord
 from dpfl_lightning.privacy.ledger.evidence import CONTAINMENT, MIN_SHARED, MOST_CHANCE
 from experiments.pages import RESULTS, markdown, written
 
 PAIRS, SEED = 200, 0
+TERMS = "add_remove", "poisson", "pld"  # of the runs in the account
 SIZES, SHARES, ALL = (20, 2000), (0.1, 1.0), 0.25  # rows; share that the other has, too; how often all of them
 DELTA, KEY = 1e-5, bytes(32)
 _ABOUT = (
@@ -144,7 +145,7 @@ class Comparison:
             person="patient" if "patient" in table and self.rng.random() < 0.5 else None,
         )
         evidence = population.evidence(KEY)  # the account's own is another one each time, and so are the least digests
-        self.account.enter(RunRecord(run * 32, "none", "add_remove", "poisson", {0: name}, (DELTA,), ((),), evidence))
+        self.account.enter(RunRecord(run * 32, "none", *TERMS, {0: name}, (DELTA,), ((),), evidence))
 
     def result(self) -> tuple[bool, float | None]:
         lines = [json.loads(line) for line in self.account.path.read_text().splitlines()]
