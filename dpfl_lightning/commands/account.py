@@ -18,9 +18,8 @@ _ABOUT = (
     "Show what all runs on the records of each data holder cost together: epsilon, composed as if one run had planned "
     "them, at the least delta of the runs or that of the limit. limit HOLDER EPSILON DELTA: no run may bring all "
     "runs above that, though later ones are chosen after earlier results; with a limit, a run with an unknown name is "
-    "refused. new HOLDER: a name is of a holder who is not in the account yet. join HOLDER HOLDER: two names are one "
-    "holder. add RUN ...: count runs that were made elsewhere. accept: "
-    "go on with an older file than was seen last."
+    "refused. new HOLDER: a name is of a holder of whom the account has no records. join HOLDER HOLDER: two names are "
+    "one holder. add RUN ...: count runs that were made elsewhere. accept: go on with an older file than was seen last."
 )
 _USAGE = "[VERB WORD ...] [FLAGS]"
 _EXAMPLES = ("", "limit bergen 8 1e-5", "new lund", "join bergen haukeland", "add runs/*", "--json")

@@ -102,6 +102,15 @@ def test_two_spellings_in_turn_do_not_pass_a_limit(runs):
     assert holder.names == ("bergen",) and 0 < holder.together.epsilon <= 3 and holder.together.used <= 1
 
 
+def test_two_spellings_in_one_run_count_together(runs):
+    runs.run({"bergen": patients()})
+    alone = runs.account.holders()[0].together.epsilon
+    runs.run({"Bergen": patients(seed=1), "bergen": patients(seed=2)})
+    ((name,),) = runs.holders()
+    together = runs.account.holders()[0].together
+    assert name == "bergen" and together.runs == 2 and together.epsilon > 1.5 * alone
+
+
 def changed(how: str) -> tuple[dict, dict]:
     """Tables and options of a second run, on some records of the first one."""
     table, label = patients(), {"label": "ill"}

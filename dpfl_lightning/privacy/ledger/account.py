@@ -399,8 +399,8 @@ class PrivacyAccount:
         name, one = (shlex.quote(min(names, default="")) for names in (unknown, self._limits))
         file = self._in_commands()
         advice = (
-            f"Say who it is: `dpfl account new {name}{file}` if the account has none of its records, else "
-            f"`dpfl account join {name} {one}{file}`, or with the name of whose they are."
+            f"Say who it is: `dpfl account new {name}{file}` if the account has none of its records, else, with the "
+            f"name of their holder, `dpfl account join {name} {one}{file}`."
         )
         must = f"know all data holders of a run, because there is a limit on {limited}"
         require(not unknown, "privacy.account", must, _listed(unknown), advice)
