@@ -146,5 +146,6 @@ def test_words_of_the_server_are_marked_as_its_words(files, tmp_path, capsys):
     study = Node(state, open_study)
     asked(study, a_request(terms, torch.zeros(650)))
     study.close()
-    (promise,) = [one for one in read([state.plan_folder(digest(terms)) / "ledger.jsonl"]).guarantees() if one.covers]
+    totals = read([state.plan_folder(digest(terms)) / "ledger.jsonl"]).guaranteed
+    (promise,) = [total.guarantee for total in totals if total.guarantee.covers]
     assert promise.caveats == (f"The server writes: {SAFE!r}",)
