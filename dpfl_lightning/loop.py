@@ -15,7 +15,7 @@ from dpfl_lightning import strategies
 from dpfl_lightning.build import ENGINES, build_engine, build_module, build_net, build_population
 from dpfl_lightning.config.load import from_mapping, options_file
 from dpfl_lightning.config.options import ClientOptions, NetworkOptions, Options, PrivacyOptions
-from dpfl_lightning.config.public import published
+from dpfl_lightning.config.public import published_data
 from dpfl_lightning.config.registry import imported, made_by
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.data import Population
@@ -319,7 +319,7 @@ def so_far(options: Options) -> tuple[bool, RunResult | None]:
     result = read_result(folder)
     if result is None:
         del now["rounds"]  # fewer rounds are possible; the run itself refuses more
-    public = {**now, "data": published(now.get("data"), within_data=True)}
+    public = {**now, "data": published_data(now.get("data"))}
     check_same(folder, {key: header.identity.get(key) for key in public}, public)
     if public != now:  # the ledger does not say how tables are written
         begun = deciding_options(dataclasses.asdict(from_mapping(read_yaml(options_file(str(folder), "output_dir")))))

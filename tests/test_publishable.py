@@ -89,6 +89,43 @@ def test_what_may_be_published_says_nothing_private(strategies, tmp_path, monkey
     assert told == []
 
 
+OWN = """
+import torch
+
+
+def tables(**given):
+    draw = torch.Generator().manual_seed(0)
+    return {name: (torch.randn(60, 3, generator=draw), torch.arange(60) % 2) for name in ("bergen", "cork")}
+"""
+
+
+def test_arguments_of_an_own_function_and_the_command_line_say_nothing_private(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_tables.py").write_text(OWN)
+    (tmp_path / "zzplace").mkdir()
+    given = {"dsn": "host=zzhost", "pin": 1234, "auth": "zzbearer", "tables": ["zza.xlsx"], "by": {"/zz/key.csv": "zz"}}
+    config = {"data": {"class_path": "own_tables.tables", "init_args": given, "population_args": {"num_classes": 2}}}
+    config |= {"model": {"name": "logistic"}, "rounds": 1, "tracking": None, "privacy": {"epsilon": 4, "delta": 1e-3}}
+    (tmp_path / "zzplace" / "one.yaml").write_text(yaml.safe_dump(config))
+    words = ["fit", f"--config={tmp_path}/zzplace/one.yaml", "--data.init_args.source", "zzword", "--quiet"]
+    words += ["--data.init_args.replace.sex.zzw=f", f"--output_dir={tmp_path}/zzplace/run"]
+    monkeypatch.setattr("sys.argv", ["dpfl", *words])
+    assert main(words) == 0
+    run = tmp_path / "zzplace" / "run"
+    files = {str(one.relative_to(run)): one.read_text(errors="replace") for one in run.rglob("*") if one.is_file()}
+    told = {
+        name: re.findall(".{,30}(?:zz|pin.{1,3} 1234).{,20}", text)
+        for name, text in files.items()
+        if any(fnmatch.fnmatch(name, pattern) for pattern in publishable()) and not name.endswith((".pt", ".html"))
+    }
+    assert {"run.json", "ledger.jsonl"} <= told.keys()
+    assert {
+        name: found for name, found in told.items() if any("1234" not in one or "pin" in one for one in found)
+    } == {}
+    assert str(tmp_path) not in files["guarantee.html"]
+
+
 def test_a_run_that_a_ledger_describes_without_its_tables_goes_on_only_with_them(tmp_path, monkeypatch, capsys):
     records(tmp_path)
     monkeypatch.chdir(tmp_path)

@@ -10,49 +10,75 @@ from typing import Any
 from dpfl_lightning.runtime.text import without_credentials, without_secrets
 
 LEFT_OUT = "(not published)"
-#: arguments of a user's data that say how a table is written, or where it is
-OF_OWNERS = frozenset({"df", "test", "read", "replace", "rename", "path", "folder"})
+#: arguments of this package's data that all clients and the server agree on
+_AGREED = """
+client person label features drop scale categories fill dates units held_out classes num_classes seed size channels lazy
+"""
+AGREED = frozenset(_AGREED.split())
 
 
-def published(value: Any, within_data: bool = False) -> Any:
-    """Return options without secrets, absolute paths, and what `data` says of tables and files.
+def published(value: Any) -> Any:
+    """Return options without secrets and absolute paths; section `data` as by `published_data`.
 
-    >>> published({"seed": 1, "data": {"init_args": {"df": "a.csv", "label": "ill", "replace": {"sex": {"w": "f"}}}}})
-    {'seed': 1, 'data': {'init_args': {'df': '(not published)', 'label': 'ill', 'replace': '(not published)'}}}
+    >>> published({"seed": 1, "output_dir": "/home/me/runs", "data": {"name": "digits"}})
+    {'seed': 1, 'output_dir': '(not published)', 'data': {'name': 'digits'}}
     """
     if isinstance(value, Mapping):
-        return {
-            name: LEFT_OUT
-            if within_data and name in OF_OWNERS and one is not None
-            else published(one, within_data or name in ("data", "init_args"))
-            for name, one in without_secrets(value).items()
-        }
+        public = {LEFT_OUT if _is_path(str(name)) else name: published(one) for name, one in value.items()}
+        return without_secrets(public | {"data": published_data(value["data"])} if "data" in value else public)
     if isinstance(value, list | tuple):
-        return [published(one, within_data) for one in value]
-    if isinstance(value, str) and (_is_absolute(value) or (within_data and _is_file(value))):
-        return LEFT_OUT
-    return without_credentials(value) if isinstance(value, str) else value
+        return [published(one) for one in value]
+    return (LEFT_OUT if _is_path(value) else without_credentials(value)) if isinstance(value, str) else value
+
+
+def published_data(data: Any) -> Any:
+    """Return section `data` of a configuration, with those arguments of a user's data that are `AGREED` or numbers.
+
+    >>> published_data({"class_path": "mine.table", "init_args": {"rows": 20, "file": "a.csv", "label": "ill"}})
+    {'class_path': 'mine.table', 'init_args': {'rows': 20, 'file': '(not published)', 'label': 'ill'}}
+    """
+    if not isinstance(data, Mapping):
+        return published(data)
+    public = published({name: one for name, one in data.items() if name not in ("folder", "init_args")})
+    public |= {"folder": LEFT_OUT} if data.get("folder") else {name: None for name in data if name == "folder"}
+    given = data.get("init_args")
+    if isinstance(given, Mapping):
+        shown = {
+            name: published(one) if name in AGREED or _says_little(one) else LEFT_OUT for name, one in given.items()
+        }
+        public["init_args"] = without_secrets(shown)
+    elif "init_args" in data:
+        public["init_args"] = published(given)
+    return {name: public[name] for name in data}
 
 
 def published_command(words: Sequence[str]) -> str:
-    """Return a command line without absolute paths, of which the names remain, and without values that `data` has."""
+    """Return a command line without absolute paths, of which the names remain, and without what it says of `data`.
+
+    >>> published_command(["dpfl", "fit", "--config=/home/me/a.yaml", "--data.init_args.df", "b.csv", "--rounds", "3"])
+    "dpfl fit --config=a.yaml --data.init_args '(not published)' --rounds 3"
+    """
     shown, of_data = list[str](), False
     for word in words:
         flag, equals, value = word.partition("=")
         if word.startswith("--"):
-            of_data = flag == "--data" or flag.startswith("--data.")
-            hidden = equals and of_data and not value.isidentifier()
-            shown.append(f"{flag}={LEFT_OUT}" if hidden else word)
-        elif of_data and not word.isidentifier():
-            shown.append(LEFT_OUT)
+            of_data = flag == "--data" or flag.startswith("--data.init_args")
+            name = "--data.init_args" if flag.startswith("--data.init_args") else flag
+            hidden = LEFT_OUT if of_data else _name(value)
+            shown.append(f"{name}={hidden}" if equals else name)
         else:
-            shown.append(Path(word).name if _is_absolute(word) else word)
+            shown.append(LEFT_OUT if of_data else _name(word))
     return without_credentials(shlex.join(shown))
 
 
-def _is_absolute(text: str) -> bool:
-    return text.startswith(("/", "~", "\\\\")) or (text[1:2] == ":" and text[2:3] in ("\\", "/"))
+def _says_little(value: Any) -> bool:
+    return value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 10_000)
 
 
-def _is_file(text: str) -> bool:
-    return "/" in text or "\\" in text or Path(text).suffix in (".csv", ".parquet")
+def _name(word: str) -> str:
+    return Path(word).name if _is_path(word) else word
+
+
+def _is_path(text: str) -> bool:
+    drive = text[1:2] == ":" and text[2:3] in ("\\", "/")
+    return text.startswith(("/", "~", "\\\\")) or drive or "=/" in text

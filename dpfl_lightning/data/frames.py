@@ -15,7 +15,7 @@ import numpy as np
 
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.config.yaml_text import inline
-from dpfl_lightning.data.id_names import names_identifier, names_persons
+from dpfl_lightning.data.id_names import is_ambiguous, names_identifier, names_persons
 from dpfl_lightning.data.raw_rows import cell_digest, joined_cells
 from dpfl_lightning.errors import UserError, nearest, require, warn_user
 
@@ -32,6 +32,9 @@ MOST_FOOTERS = 3  # rows below a table that are recognised
 MARK_WORDS = {"thousands": "separators of thousands", "decimal": "decimal commas"}
 _MOST_FORMS = 8  # of texts in a column of numbers
 _LONGEST_FORM = 14  # characters
+_LEAST_ID = 1000  # smaller numbers under a name that also means a measurement are one
+_MOST_CODES = 10  # numbers under the name of an id that may be codes
+_FEWEST_NUMBERED = 10  # rows, whose numbers are no measurement
 _FEWEST_RUNNING = 50  # rows in which measurements are no running numbers by chance
 _MOST_SCALE = 100  # of a column, in units of the other columns
 _FAR = 20  # deviations from the mean: of any column with this mean and deviation, at most 1/400 of the values
@@ -138,7 +141,12 @@ class Table:
         if self.given_cells is not None:
             return self.given_cells
         written = self._as_written()
-        return {str(name): _cell_digests(written.iloc[:, place]) for place, name in enumerate(written.columns)}
+        return {
+            str(name): np.zeros(len(written), dtype=np.uint64)
+            if _is_running(written.iloc[:, place])
+            else _cell_digests(written.iloc[:, place])
+            for place, name in enumerate(written.columns)
+        }
 
     def _as_written(self) -> DataFrame:
         """Return the table with the texts of a CSV file, whatever `read` says of numbers and missing values."""
@@ -512,8 +520,10 @@ def is_identifier(column: Series, has_scale: bool = False) -> bool:
     values = column.dropna()
     if len(values) < 2 or (values != values.round()).any():
         return False
+    if names_persons(column.name) and not _measures(column):
+        return values.nunique() > _MOST_CODES
     if values.nunique() <= 0.9 * len(values):
-        return names_persons(column.name) and values.nunique() > MOST_CATEGORIES
+        return False
     running = values.max() - values.min() < 2 * len(values)
     if has_scale:
         return bool((running and len(values) >= _FEWEST_RUNNING) or names_persons(column.name))
@@ -525,12 +535,23 @@ def may_name_persons(column: Series) -> bool:
     values = column.dropna()
     if len(values) <= MOST_CATEGORIES or (values != values.round()).any() or values.min() < 10_000:
         return False
-    return bool(2 * values.nunique() > len(values) and len({len(str(int(one))) for one in values.unique()}) == 1)
+    whole = {str(int(one)) for one in values.unique()}
+    counted_exactly = not all(one.endswith("0") for one in whole)  # as cells or costs in thousands are not
+    return 2 * len(whole) > len(values) and len({*map(len, whole)}) == 1 and counted_exactly
+
+
+def _measures(column: Series) -> bool:
+    """Whether a column whose name may be that of an id or of a measurement, such as CPR, holds small numbers."""
+    import pandas
+
+    if column.nunique() <= 2:
+        return True
+    return is_ambiguous(column.name) and pandas.api.types.is_numeric_dtype(column) and column.max() < _LEAST_ID
 
 
 def require_persons_stated(frame: DataFrame, key: str) -> None:
     """Raise UserError if rows repeat in a column that names persons: a guarantee for rows is less than it seems."""
-    named = [name for name in frame if names_persons(name) and frame[name].nunique() > 1]
+    named = [name for name in frame if names_persons(name) and not _measures(frame[name])]
     several = [str(name) for name in named if frame[name].dropna().duplicated().any()]
     advice = f"Write person: {several[0]}, or person: none if each row is another person." if several else ""
     got = f"null, although values of {', '.join(several)} repeat" if several else ""
@@ -684,6 +705,19 @@ def by_client(table: Table, client: str | None) -> dict[str, Table]:
         own = {column: of_it[places[value]] for column, of_it in cells.items()}
         tables[name] = Table(rows, f"client {name}", table.read, given_cells=own)
     return tables
+
+
+def _is_running(column: Series) -> bool:
+    """Return whether a column numbers its rows, or their days, one by one: tables of other holders have the same."""
+    import pandas
+
+    numbers = pandas.to_numeric(column, errors="coerce")
+    if numbers.isna().any():
+        days = pandas.to_datetime(column, errors="coerce", format="ISO8601")
+        numbers = (days - pandas.Timestamp(0)) / pandas.Timedelta(days=1)
+    if len(column) < _FEWEST_NUMBERED or numbers.isna().any() or (numbers != numbers.round()).any():
+        return False
+    return bool(numbers.is_unique and numbers.max() - numbers.min() < 2 * len(numbers))
 
 
 def cells_of(tables: Sequence[Table]) -> np.ndarray:

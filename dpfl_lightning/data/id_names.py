@@ -4,7 +4,7 @@ import re
 import unicodedata
 
 _PERSON = (
-    "patient(in|en)?|pat|paziente|paciente|pasient|patientin|potilas|person(en)?|persona|personne|henkilo|individual|"
+    "patient(in|en)?|pat|pacjent|pacjenta|beteg|hasta|donor|ppt|ptnt|paziente|paciente|pasient|patientin|potilas|person(en)?|persona|personne|henkilo|individual|"
     "subject|subj|usubj|sujet|sujeto|soggetto|participante?|partecipante|deltagare|deltaker|deelnemer|proband(in|en)?|"
     "teilnehmer(in)?"
 )
@@ -12,15 +12,15 @@ _PERSON = (
 _PERSON_IF_NUMBERED = (
     "pt|ptnt|versicherten?|mitglieds?|member|enrollee|beneficiary|bene|kunden?|customer|user|employee|nhs|chi|cpr|ahv|"
     "medicalrecord|hospital|klinik|krankenhaus|socialsecurity|sozialversicherungs?|krankenversicherten|historiaclinica|"
-    "health(card|insurance)|insurance|study|studien?|screening|randomi[sz]ation|record|case|fall|akten?|pseudo|volunteer"
+    "health(card|insurance)|chart|dossier|kv|insurance|study|studien?|screening|randomi[sz]ation|record|case|fall|akten?|pseudo|volunteer"
 )
 _NUMBER = (
-    "ids?|nr|no|num|number|nummer|numero|n|key|code|kennung|kennzeichen|kennziffer|identifier|identifiant|ident|"
+    "ids?|nr|no|num|number|numer|sk|codice|codigo|cod|nummer|numero|n|key|code|kennung|kennzeichen|kennziffer|identifier|identifiant|ident|"
     "schluessel|schlussel|pseudonym|hash|uuid|guid"
 )
 _WHOLE = (
-    "id|mrn|mrnn?[or]|mrnnumber|pid|puid|kvnr|kvn|egk|svnr|ssn|nhsno|cpr|bsn|nir|insee|dni|nie|ipp|nip|nhc|nuhsa|empi|mpi|upi|nric|pesel|"
-    "usubjid|subjid|enrolid|personnummer|fodselsnummer|personalnummer|codicefiscale|"
+    "id|idnr|idno|uid|mrn|mrnn?[or]|mrnnumber|pid|puid|kvnr|kvn|egk|svnr|ssn|nhsno|cpr|bsn|nir|insee|dni|nie|ipp|nip|nhc|nuhsa|empi|mpi|upi|nric|pesel|"
+    "nhi|phn|rodnecislo|henkilotunnus|numeroutente|numerodossier|omoppersonid|codicepaziente|usubjid|subjid|enrolid|personnummer|fodselsnummer|personalnummer|codicefiscale|"
     "(n|num|numero)?(de)?historia(clinica)?|"
     "pseudonyme?(id)?|aadhaar"
 )
@@ -31,6 +31,15 @@ _PERSONS = re.compile(
     f"{_BEFORE}(({_PERSON})({_NUMBER})*|({_PERSON_IF_NUMBERED})({_NUMBER})|({_NUMBER})(de|del|du|di|of)?({_PERSON})|"
     f"{_WHOLE}){_AFTER}"
 )
+_AMBIGUOUS = re.compile("cpr|bsn|nir|dni|nie|nip|ipp|nhc|nhi|phn|chi|upi|egk|donor|hasta|pat")
+#: in Greek, Russian and Japanese
+_IN_OTHER_LETTERS = (
+    "\u03b1\u03bc\u03ba\u03b1",
+    "\u043d\u043e\u043c\u0435\u0440\u043f\u0430\u0446\u0438\u0435\u043d\u0442\u0430",
+    "\u60a3\u8005\u756a\u53f7",
+    "\u60a3\u8005id",
+)
+_NOT_COMPOSED = str.maketrans({"\u00f8": "o", "\u00e6": "ae", "\u0142": "l", "\u00df": "ss", "\u0131": "i"})
 _IDENTIFIER = re.compile(r"(^|[_ .-])(id|nr|no|num|number|mrn|key|code)$|^(id|mrn)")
 
 
@@ -40,9 +49,21 @@ def names_persons(column: object) -> bool:
     >>> [names_persons(name) for name in ("Patienten-Nr.", "PatientID", "id_paziente", "num_patients", "patient_age")]
     [True, True, True, False, False]
     """
-    apart = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", unicodedata.normalize("NFKD", str(column)))
-    plain = "".join(sign for sign in apart.casefold() if sign.isascii() and sign.isalnum())
-    return bool(_PERSONS.fullmatch(plain))
+    return bool(_PERSONS.fullmatch(_plain(column))) or _letters(column) in _IN_OTHER_LETTERS
+
+
+def is_ambiguous(column: object) -> bool:
+    """Return whether the name of an id is one of a measurement, too, such as CPR, in minutes."""
+    return bool(_AMBIGUOUS.fullmatch(_plain(column)))
+
+
+def _letters(column: object) -> str:
+    return "".join(sign for sign in str(column).casefold() if sign.isalnum())
+
+
+def _plain(column: object) -> str:
+    latin = str(column).casefold().translate(_NOT_COMPOSED)
+    return "".join(sign for sign in unicodedata.normalize("NFKD", latin) if sign.isascii() and sign.isalnum())
 
 
 def names_identifier(column: object) -> bool:

@@ -22,20 +22,15 @@ _WORDS = """
 unbekannt unbek anonym ohne keine keiner kein fehlt leer inconnu inconnue anonyme sans aucun aucune
 desconocido desconocida anonimo anónimo ninguno sconosciuto sconosciuta ignoto nessuno desconhecido desconhecida
 onbekend okänd ukjent ukendt tuntematon nieznany neznámý neznámy ismeretlen anonymous anon unidentified
+unk nd nn nil unkn blank anonymised anonymized
+\u043d\u0435\u0438\u0437\u0432\u0435\u0441\u0442\u043d\u043e \u4e0d\u660e
 """
-_NOBODY_KNOWN = {
-    *_WORDS.split(),
-    *MARKERS,
-    "",
-    "keine angabe",
-    "not known",
-    "not available",
-    "not applicable",
-    "no id",
-    "no data",
-}
+_PHRASES = "keine angabe; not known; not available; not applicable; no id; nicht bekannt; unknown patient; n d; n n"
+_NOBODY_KNOWN = {*_WORDS.split(), *MARKERS, "", *_PHRASES.split("; ")}
 _EXPONENT = re.compile(r"[+-]?\d+([.,]\d+)?[eE]\+\d+|[+-]?\d[.,]\d+[eE]\d+")  # a spreadsheet has cut digits off
 _DIGITS_KEPT = 15  # of a number, by a spreadsheet
+_MOST_ROUNDED = 0.9  # of large numbers
+_UNSEEN = {*"\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0", *map(chr, range(0xFE00, 0xFE10))}
 _FEWEST_ROUNDED = 8  # ids; each is a rounded one by chance with probability 1/2 or less
 _MANY_ROWS = 10  # of a person, who has `_TIMES_MORE` as many as any other one
 _TIMES_MORE = 4
@@ -55,7 +50,7 @@ def ids_of(given: Any, count: int, where: str) -> list[str]:
     canonical = {text: _canonical(text) for text in set(written)}
     ids = [canonical[text] for text in written]
     require(len(ids) == count, where, must, len(ids))
-    missing = sum(text.casefold() in _NOBODY_KNOWN for text in ids)
+    missing = sum(map(_names_nobody, ids))
     advice = "Leave these records out, or give each an id of its own."
     require(missing == 0, where, must, f"{missing} without one", advice)
     kinds = {isinstance(value, str) for value in values}
@@ -77,20 +72,37 @@ def _as_written(value: Any) -> str:
 
 
 def _canonical(text: str) -> str:
-    """Return a text after NFKC, without control and format characters such as NUL and zero-width spaces."""
+    """Return a text after NFKC, without signs that cannot be seen, such as NUL and zero-width spaces."""
     normal = unicodedata.normalize("NFKC", text)
-    return "".join(sign for sign in normal if unicodedata.category(sign) not in ("Cc", "Cf")).strip()
+    seen = (sign for sign in normal if unicodedata.category(sign) not in ("Cc", "Cf") and sign not in _UNSEEN)
+    return "".join(seen).strip()
+
+
+def _names_nobody(text: str) -> bool:
+    plain = " ".join(re.sub(r"[\W_]+", " ", text).casefold().split())
+    return text.casefold() in _NOBODY_KNOWN or plain in _NOBODY_KNOWN or bool(re.fullmatch(r"-\d+|x{2,}", text.lower()))
+
+
+def alike(text: str) -> str:
+    """Return what ids have in common that look as if they were one person's.
+
+    >>> {alike(one) for one in ("P 7", "p  7", "P-7")} == {"p 7", "p-7"}, alike("1000.0"), alike("'007")
+    (True, '1000', '007')
+    """
+    dashes = "".join("-" if unicodedata.category(sign) == "Pd" or sign == "\u2212" else sign for sign in text)
+    plain = re.sub(r"^=?[\"']|[\"']$", "", " ".join(dashes.casefold().split()))
+    return re.sub(r"^(\d+)[.,]0+$", r"\1", plain)
 
 
 def _require_apart(written: Sequence[str], ids: Sequence[str], where: str) -> None:
     """Raise UserError if texts that differ would be one person, or look as if they were."""
     forms: dict[str, set[str]] = {}
     for text, one in set(zip(written, ids, strict=True)):
-        forms.setdefault(one.casefold(), set()).add(text)
-    alike = sum(len(texts) > 1 for texts in forms.values())
-    got = f"{alike} that are written in several ways, which differ in case, width or invisible signs alone"
+        forms.setdefault(alike(one), set()).add(text)
+    several = sum(len(texts) > 1 for texts in forms.values())
+    got = f"{several} that are written in several ways, which differ in case, width, dashes or invisible signs alone"
     advice = "Write each person's id in one way, or change one of two persons' ids."
-    require(alike == 0, where, "have ids that differ visibly", got, advice)
+    require(several == 0, where, "have ids that differ visibly", got, advice)
 
 
 def _require_exact(given: Any, values: Sequence[Any], ids: Sequence[str], where: str) -> None:
@@ -104,14 +116,15 @@ def _require_exact(given: Any, values: Sequence[Any], ids: Sequence[str], where:
             require(abs(float(value)) < exact, where, must, got, advice)
     numbers = {int(text) for text in ids if re.fullmatch(r"\d{1,18}", text)} if len(ids) else set()
     large = [number for number in numbers if number >= 2**24]
-    rounded = len(large) >= _FEWEST_ROUNDED and all(int(np.float32(number)) == number for number in large)
-    require(not rounded, where, must, "numbers that float32 has rounded", "Read them as text from the first file on.")
+    rounded = sum(int(np.float32(number)) == number for number in large)
+    if len(large) >= _FEWEST_ROUNDED and rounded >= _MOST_ROUNDED * len(large):
+        warn_user(f"{where}: ids look as if float32 had rounded them: if so, read them as text from the first file on")
     cut = sum(bool(_EXPONENT.fullmatch(text)) for text in ids)
     advice = "A spreadsheet has cut their digits off: export the column as text."
     require(cut == 0, where, must, f"{cut} with an exponent, as in 1.23E+12", advice)
     long = {text for text in ids if text.isdigit() and len(text) > _DIGITS_KEPT}
-    zeros = len(long) > 1 and all(set(text[_DIGITS_KEPT:]) == {"0"} for text in long)
-    require(not zeros, where, must, f"{len(long)} with zeros after {_DIGITS_KEPT} digits", advice)
+    if len(long) > 1 and all(set(text[_DIGITS_KEPT:]) == {"0"} for text in long):
+        warn_user(f"{where}: ids have zeros after {_DIGITS_KEPT} digits, as a spreadsheet writes: export them as text")
 
 
 def _most_exact(given: Any) -> int:

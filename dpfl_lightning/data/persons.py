@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dpfl_lightning.data.frames import Table, require_columns
-from dpfl_lightning.data.ids import ids_of
+from dpfl_lightning.data.ids import alike, ids_of
 from dpfl_lightning.errors import require, warn_user
 
 NOBODY = -1  # the code of records that are of no client, such as a test set
@@ -82,7 +82,7 @@ def check_test_persons(test_ids: Sequence[str] | None, ids: Sequence[Sequence[st
         warn_user("the test set does not name persons: that none of them has training records is not checked")
         return
     every = np.array([one for part in ids for one in part], dtype=str)
-    both = len(set(every[~is_held_out].tolist()) & set(test_ids))
+    both = len({*map(alike, every[~is_held_out].tolist())} & {*map(alike, test_ids)})
     advice = "Leave their records out of one of the two. If equal ids mean other people, give the test set no ids."
     require(both == 0, "test", "have other persons than the training records", f"{both} of both", advice)
 

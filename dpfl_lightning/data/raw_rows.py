@@ -19,6 +19,8 @@ from dpfl_lightning.privacy.ledger.evidence import Evidence, density
 
 _MARKS_OF_MISSING = frozenset(("", "?", "-", ".", "na", "n/a", "nan", "nat", "<na>", "null", "none"))
 _NUMBER = re.compile(r"[-+]?\d+([.,]\d+)?([eE][-+]?\d+)?")
+_DAY = re.compile(r"(?P<year>\d{4})[-/](?P<month>\d\d?)[-/](?P<day>\d\d?)([ t]00:00(:00(\.0+)?)?)?")
+_DAY_FIRST = re.compile(r"(?P<day>\d\d?)\.(?P<month>\d\d?)\.(?P<year>\d{4})")
 _AT_ONCE = 4096  # records whose inputs are read together
 _MOST_PARTS, _MOST_NUMBERS = 8, 256  # of a record of tensors: parts that have a digest each, and numbers that count
 
@@ -81,7 +83,9 @@ def cell_digest(column: str, value: str) -> int:
     text = folded(value)
     if text in _MARKS_OF_MISSING:
         return 0
-    if _NUMBER.fullmatch(text):
+    if (day := _DAY.fullmatch(text)) or (day := _DAY_FIRST.fullmatch(text)):
+        text = "{year}-{month:0>2}-{day:0>2}".format(**day.groupdict())
+    elif _NUMBER.fullmatch(text):
         number = float(text.replace(",", "."))
         whole = text.isdecimal() and len(text) > 15  # a floating number does not hold it
         text = str(int(text)) if whole else f"{number + 0.0:.12g}"

@@ -13,7 +13,7 @@ from typing import Any
 
 import dpfl_lightning
 from dpfl_lightning.config.options import changed_options
-from dpfl_lightning.config.public import published, published_command
+from dpfl_lightning.config.public import published, published_command, published_data
 from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.errors import shortened
 from dpfl_lightning.federated.messages.facts import Facts
@@ -160,7 +160,7 @@ def dataset(facts: Facts, info: RunInfo, context: str) -> dict[str, str]:
     of records, so the same digest does not prove the same records.
     """
     at_sites = facts.at_sites and context == "training"
-    data = {} if at_sites else published(info.options.get("data") or {}, within_data=True)
+    data = {} if at_sites else published_data(info.options.get("data") or {})
     name = "records of sites" if at_sites else str(data.get("name") or data.get("class_path") or "population")
     shapes = {"input_shape": facts.input_shape, "num_classes": facts.num_classes}
     profile: dict[str, Any] = {"num_clients": facts.num_clients, **shapes}

@@ -48,7 +48,8 @@ def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunI
     weakest, first = guarantees[order[0]], result.clients[order[0]]
     columns = _columns(result, guarantees)
     rows, several = rows_of(columns), len(guarantees) > 1
-    folder, finite = shlex.quote(result.output_dir), math.isfinite(weakest.epsilon)
+    place = Path(result.output_dir)
+    folder, finite = shlex.quote(place.name if place.is_absolute() else str(place)), math.isfinite(weakest.epsilon)
     versions = [f"dpfl_lightning {dpfl_lightning.__version__}", f"Python {platform.python_version()}"]
     return _TEMPLATES.get_template("guarantee_page.html").render(
         name=Path(result.output_dir).name,

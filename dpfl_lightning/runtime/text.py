@@ -159,7 +159,7 @@ def without_credentials(text: str) -> str:
     return re.sub(r"""(://[^/\s?'"][^\s?'"]*\?[^\s'"]*)""", lambda found: re.sub(r"=[^&]*", "=***", found[0]), without)
 
 
-_SECRET = re.compile(r"passw|secret|token|credential|api_?key", re.IGNORECASE)
+_SECRET = re.compile(r"passw|passphrase|pwd|secret|token|credential|api_?key|^pin$|^auth|^dsn$", re.IGNORECASE)
 
 
 def without_secrets(value: Any) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pandas
 import pytest
+import torch
 from conftest import small_loop, small_net
 from dp_accounting import dp_event, pld
 
@@ -191,9 +192,10 @@ def with_ids(table: pandas.DataFrame, first: int, step: int = 1) -> pandas.DataF
 def test_persons_are_recognised_by_their_ids(runs):
     """Though every other cell has changed. Running numbers, which every hospital begins at 1, say nothing."""
     options = {"person": "patient"}
-    runs.run({"bergen": with_ids(patients(), 10_305_601_923, 7_919_333)}, **options)
+    of_register = np.random.default_rng(3).choice(10**10, 160, replace=False).astype(str)
+    runs.run({"bergen": patients().assign(patient=of_register)}, **options)
     with pytest.warns(UserNotice, match="haukeland has records of bergen"):
-        runs.run({"haukeland": with_ids(patients(seed=8), 10_305_601_923, 7_919_333)}, **options)
+        runs.run({"haukeland": patients(seed=8).assign(patient=of_register)}, **options)
     runs.run({"lund": with_ids(patients(seed=11), 1)}, **options)
     runs.run({"oslo": with_ids(patients(seed=12), 1)}, **options)
     assert sorted(runs.holders()) == [("bergen", "haukeland"), ("lund",), ("oslo",)]
@@ -412,3 +414,75 @@ def test_the_measurement_repeats():
 def test_nameless_clients_are_as_before(runs):
     runs.run(Population.from_datasets([(np.ones((40, 3), np.float32), np.arange(40) % 2)], num_classes=2))
     assert runs.holders() == [(NAMELESS,)]
+
+
+def tensors(seed: int = 0, name: str = "") -> Population:
+    draw = torch.Generator().manual_seed(seed)
+    records = torch.randn(90, 3, generator=draw), torch.arange(90) % 2
+    return Population.from_datasets({name: records} if name else [records], num_classes=2)
+
+
+def test_a_run_without_names_makes_no_name_known(runs):
+    """It may be anybody's, also of a holder with a limit; two such clients are not one holder."""
+    runs.run(tensors())
+    assert runs.command(*LIMIT) == 0
+    for name in ("tromso", "alesund"):
+        with pytest.raises(UserError, match=f"know all data holders of a run.* got '{name}'"):
+            runs.run(tensors(name=name))
+    assert all(len(names) == 1 for names in runs.holders())
+
+
+def test_a_run_without_privacy_is_refused_on_records_with_a_limit(runs, monkeypatch):
+    monkeypatch.setenv("DPFL_ACCOUNT", str(runs.account.path))
+    runs.run({"bergen": patients()})
+    assert runs.command(*LIMIT) == 0
+    for name in ("bergen", "cork"):  # by name, or by its records
+        population = runs.population({name: patients()})
+        loop = small_loop(population, ClientModule(small_net(3, 2)), privacy=None, clients=ClientOptions(count=1))
+        with pytest.raises(UserError, match="`privacy` must be set, because there is a limit on bergen"):
+            loop.run()
+    other = runs.population({"lund": patients(seed=7)})
+    small_loop(other, ClientModule(small_net(3, 2)), privacy=None, clients=ClientOptions(count=1)).run()
+
+
+IDS = {
+    "by year": lambda n: [f"{2018 + i % 7}-{1 + i // 7:05}" for i in range(n)],
+    "by ward": lambda n: [f"{1 + i % 5:02}-{1 + i // 5:04}" for i in range(n)],
+    "of a trial": lambda n: [f"S{1 + i // 20:02}-{1 + i % 20:03}" for i in range(n)],
+    "in steps": lambda n: [str(10_000 + 97 * i) for i in range(n)],
+    "with check digits": lambda n: [f"{1 + i}{(97 - i * 37 % 97):02}" for i in range(n)],
+}
+
+
+@pytest.mark.parametrize("count", [40, 100, 300])
+@pytest.mark.parametrize("kind", IDS)
+def test_ids_that_others_have_too_make_no_one_holder(runs, kind, count):
+    for name, seed in (("north", 1), ("south", 2)):
+        runs.run({name: patients(count, seed).assign(patient_id=IDS[kind](count))}, person="patient_id")
+    assert sorted(runs.holders()) == [("north",), ("south",)]
+
+
+@pytest.mark.parametrize("numbers", ["rows", "days"])
+def test_numbers_of_rows_make_no_one_holder(runs, numbers):
+    for name, seed in (("north", 1), ("south", 2)):
+        rng, count = np.random.default_rng(seed), 300
+        table = pandas.DataFrame({"sex": rng.choice(["F", "M"], count), "ill": rng.integers(0, 2, count)})
+        table["age"] = rng.normal(60, 15, count).round()
+        table["nr"] = np.arange(count) + 1
+        if numbers == "days":
+            table["nr"] = pandas.date_range("2022-01-01", periods=count).strftime("%Y-%m-%d")
+        runs.run({name: table}, features=["age"], scale={"age": (60, 20)})
+    assert sorted(runs.holders()) == [("north",), ("south",)]
+
+
+def test_dates_in_another_form_and_another_format_of_the_file_are_the_same(runs, tmp_path):
+    rng = np.random.default_rng(0)
+    days = pandas.to_datetime("2022-01-01") + pandas.to_timedelta(rng.integers(0, 900, 160), unit="D")
+    later = days + pandas.to_timedelta(rng.integers(1, 20, 160), unit="D")
+    table = patients().assign(admitted=days, discharged=later)
+    runs.run({"bergen": table.assign(admitted=days.strftime("%Y-%m-%d"), discharged=later.strftime("%Y-%m-%d"))})
+    runs.run({"cork": table.assign(admitted=days.strftime("%d.%m.%Y"), discharged=later.strftime("%d.%m.%Y"))})
+    table.to_parquet(tmp_path / "turin.parquet")
+    given = {"label": "ill", "features": ["age", "crp", "sbp"], "scale": SCALE, "num_classes": 2}
+    runs.run(Population.from_dataframe({"turin": tmp_path / "turin.parquet"}, **given))
+    assert runs.holders() == [("bergen", "cork", "turin")]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
+from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, CumulativeGuarantee
@@ -38,6 +39,15 @@ class DataHolders:
         if chosen is None or (chosen == AUTO and self.population.origin) or not any(map(len, self.population.train_of)):
             return None
         return PrivacyAccount(users_file() if chosen == AUTO else Path(chosen).expanduser())
+
+    def require_noise(self, plan: RunPlan) -> None:
+        """Raise UserError for a run without privacy on records whose holder has a limit."""
+        account = PrivacyAccount(users_file())
+        if self.privacy is not None or self.population.origin or not account.path.is_file():
+            return
+        limited = account.limits_on(self._entry(plan, account, "planned", Path("none")))
+        must = f"be set, because there is a limit on {', '.join(limited)}"
+        require(not limited, "privacy", must, None, "Train on other records, or within the limit.")
 
     def _entry(self, plan: RunPlan, account: PrivacyAccount, run: str, ledger: Path) -> RunRecord:
         own = [client for client in self._everyone if len(self.population.train_of[client])]

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 import dpfl_lightning
 from dpfl_lightning.config.options import FREE, PrivacyOptions
-from dpfl_lightning.config.public import published
+from dpfl_lightning.config.public import published_data
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.lazy import LazyInputs
 from dpfl_lightning.federated.client.engines.engine import Engine
@@ -103,7 +103,7 @@ def identity(
 def _without_tables(configured: dict[str, Any], data_key: bytes) -> dict[str, Any]:
     """Return a configuration as a ledger has it, which is published: how tables are written is a keyed digest."""
     data = configured.get("data")
-    public = published(data, within_data=True)
+    public = published_data(data)
     if public == data:
         return configured
     digest = hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), key=data_key, digest_size=8)

@@ -145,6 +145,7 @@ class LocalClients(DataHolders):
         checkpoint = None if saved is None else Head(**saved["ledger"])
         if earlier is not None:  # before the account hears of it: what is refused must not change who has paid
             check_resumed(self.folder.ledger_file, earlier, header)
+        self.require_noise(plan)
         if (account := self._account()) is not None:
             inside = self.folder.path.resolve() in account.path.resolve().parents
             require(not inside, "privacy.account", "be outside of the run's folder", str(account.path))

@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import dpfl_lightning
 from dpfl_lightning.config.options import changed_options
-from dpfl_lightning.config.public import published
+from dpfl_lightning.config.public import published, published_data
 from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.scores import bound
@@ -59,7 +59,7 @@ def card(view: View, result: RunResult, what: str, options: Mapping[str, Any], s
 def data_of_card(data: Mapping[str, Any] | None) -> Any:
     """Return the options of the data as the card has them, which is given away: without secrets and local paths."""
     public = {name: one for name, one in (data or {}).items() if name not in ("folder", "download")}
-    return published(public, within_data=True) or None
+    return published_data(public) or None
 
 
 def data_card(made: DistilledSet, options: Mapping[str, Any]) -> str:
@@ -90,7 +90,7 @@ def _command(options: Mapping[str, Any]) -> str:
         return "The run was built in Python, so there is no command that repeats it."
     changed = changed_options(options)
     public = {name: _public(changed[name]) for name in _SECTIONS if name in changed}
-    kept = {name: published(one, within_data=name == "data") for name, one in public.items()}
+    kept = {name: published_data(one) if name == "data" else published(one) for name, one in public.items()}
     return (
         "This command makes a set in the same way, with fresh noise, from a file `set.yaml` with this content:\n\n"
         f"```bash\npython -m dpfl_lightning.fit --config set.yaml\n```\n\n```yaml\n{dump(kept).rstrip()}\n```"

@@ -238,6 +238,13 @@ class PrivacyAccount:
             together = self._cumulative(groups, run)
         return [Holder(tuple(sorted(group)), one) for group, one in zip(groups, together, strict=True)]
 
+    def limits_on(self, record: RunRecord) -> list[str]:
+        """Return the data holders of a run, by their names or records, who have a limit. Nothing is written down."""
+        with self._locked(), self._united(self._joins(record)):
+            nameless = NAMELESS in record.holders.values()
+            groups = [self._group(name) for name in (self._limits if nameless else record.holders.values())]
+            return sorted({min(group) for group in groups if self._limits_of(group)})
+
     def limit(self, holder: str, epsilon: float, delta: float) -> None:
         """Set the limit on all runs on the records of a holder. Raises UserError if it is out of range."""
         RenyiFilter(epsilon, delta)
@@ -450,6 +457,8 @@ class PrivacyAccount:
         joins, same = list[Join](), dict(self._same)
         for name, like in zip(entry.holders.values(), matches(evidence, len(earlier)), strict=True):
             for other, match in ((names[one], match) for one, match in like.items()):
+                if NAMELESS in (name, other):
+                    continue  # it may be anybody in any case, and each such client somebody else
                 if name != other and other not in same.get(name, ()):
                     joins.append((name, other, match))
                     _unite(same, name, other)

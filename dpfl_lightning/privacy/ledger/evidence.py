@@ -22,6 +22,8 @@ _FEWEST = 8, 32  # digests, of whole records and of those without a column: fewe
 _MOST_HASHED = 1 << 20  # digests of records without one column, of all columns: of more, the least plain ones count
 _MOST_CANDIDATES = 64  # earlier clients that are compared because of one digest
 _FEW_ROWS = 64
+_FEWEST_IDS = 8  # in the middle half of all
+_EVEN = 0.6, 1.6  # deviation of gaps between random ids, in units of their mean
 _LEAST_AGREEMENT = 1e-30  # below it, probabilities are no floating numbers
 _LAST = 2**64 - 1
 
@@ -136,10 +138,18 @@ class Evidence:
 
 
 def density(numbers: np.ndarray) -> float:
-    """Return which share of the whole numbers around them ids have, in their middle half: 1 for running numbers."""
-    middle = np.sort(np.unique(numbers))
-    middle = middle[len(middle) // 4 : len(middle) - len(middle) // 4]
-    return 1.0 if len(middle) < 2 else min(1.0, len(middle) / float(middle[-1] - middle[0] + 1))
+    """Return which share of the whole numbers around them ids have, in their middle half: 1 for running numbers.
+
+    It is 1 as well for ids that are numbered in blocks or steps, as by year or ward, which other holders have, too:
+    gaps between random ids of a register deviate about as much as they are large.
+    """
+    every = np.sort(np.unique(numbers))
+    middle = every[len(every) // 4 : len(every) - len(every) // 4]
+    if len(middle) < _FEWEST_IDS:
+        return 1.0
+    gaps = np.diff(every)
+    even = gaps.std() / gaps.mean()
+    return min(1.0, len(middle) / float(middle[-1] - middle[0] + 1)) if _EVEN[0] < even < _EVEN[1] else 1.0
 
 
 def matches(evidence: Sequence[Evidence], since: int = 0) -> list[dict[int, Match]]:
