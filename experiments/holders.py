@@ -142,7 +142,7 @@ class Comparison:
             features=features,
             scale={one: (drawn(self.rng, 0, 50), drawn(self.rng, 20, 80)) for one in features},
             fill=dict.fromkeys(features, 0.0),
-            person="patient" if "patient" in table and self.rng.random() < 0.5 else None,
+            person="patient" if "patient" in table and self.rng.random() < 0.5 else "none",
         )
         evidence = population.evidence(KEY)  # the account's own is another one each time, and so are the least digests
         self.account.enter(RunRecord(run * 32, "none", *TERMS, {0: name}, (DELTA,), ((),), evidence))
