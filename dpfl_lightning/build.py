@@ -9,7 +9,7 @@ from dpfl_lightning import data, models
 from dpfl_lightning.config.options import OWN_DATA, DataOptions, Options
 from dpfl_lightning.config.registry import made_by
 from dpfl_lightning.data import Population
-from dpfl_lightning.data.frames import OF_A_TABLE, table_of
+from dpfl_lightning.data.frames import NO_PERSON, OF_A_TABLE, table_of
 from dpfl_lightning.data.own import own_population
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.engines.fast import FastEngine
@@ -54,12 +54,13 @@ def build_test_set(options: Options) -> Population | None:
         if (test := data.init_args.get("test")) is None:
             return None
         person = data.init_args.get("person")  # the sites have theirs; a test set may do without
+        person = None if person == NO_PERSON else person
         usual = {name: data.init_args.get(name) or {} for name in OF_A_TABLE}
         table = table_of(test, "test", list(data.init_args.get("dates") or ()), **usual)
         dropped = [*(data.init_args.get("drop") or ()), *(one for one in table.frame.columns if one == person)]
         given = {**data.init_args, "df": {"test": table}, "test": table, "drop": dropped}
         population = own_population(
-            data.class_path, given | {"client": None, "person": None}, data.population_args, None
+            data.class_path, given | {"client": None, "person": NO_PERSON}, data.population_args, None
         )
         return dataclasses.replace(population, schema={**population.schema, "person": person})
     clients = dataclasses.replace(options.clients, count=None)
