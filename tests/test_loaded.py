@@ -16,8 +16,8 @@ from test_layers import ASIDE
 BOUNDS = {
     "dpfl_lightning": (1, 50),
     "dpfl_lightning.privacy.clipping.checked": (45, 6_700),
-    "dpfl_lightning.sites.node.service, dpfl_lightning.sites.node.accept": (143, 24_300),
-    "dpfl_lightning.loop": (155, 25_800),
+    "dpfl_lightning.sites.node.service, dpfl_lightning.sites.node.accept": (143, 24_500),
+    "dpfl_lightning.loop": (155, 26_000),
 }
 #: of extras, or slow: what nobody needs who only imports
 NEVER = {"mlflow", "optuna", "plotly", "sklearn", "sqlalchemy", "pooch", "numba", "opacus", "dp_accounting", "pandas"}

@@ -142,7 +142,7 @@ def test_a_data_module_refuses_what_does_not_fit(tmp_path):
 def test_a_card_names_no_secret_and_no_path_of_the_machine():
     arguments = {"url": "postgresql://me:one@host/records", "password": "two", "tables": ["a"]}
     data = {"class_path": "mine.Records", "folder": "files of mine", "download": False, "init_args": arguments}
-    expected = {"url": "(not published)", "password": "***", "tables": ["a"]}
+    expected = {"url": "(not published)", "password": "***", "tables": "(not published)"}
     assert data_of_card(data) == {"class_path": "mine.Records", "init_args": expected}
     command = _command({**dataclasses.asdict(Options()), "data": {**dataclasses.asdict(Options().data), **data}})
     assert "mine.Records" in command and not re.search("one@|two|host|files of mine", command)

@@ -77,7 +77,7 @@ def test_a_run_leaves_its_page(make_loop):
         "noised gradient steps in 3 releases",
         *(UNKNOWN_RUNS if gap == OTHER_RUNS else gap for gap in NOT_COVERED),
         "No other run on the same records is in the account.",
-        f"dpfl ledger {loop.output_dir}",
+        f"dpfl ledger {loop.output_dir.name}",
         "all 3 rounds are done",
         "dp-accounting",
         "opacus",
