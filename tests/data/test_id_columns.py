@@ -20,7 +20,10 @@ CPR social_security_number BSN NIR codice_fiscale id_paziente paziente_id num_pa
 numero_historia_clinica cpr_nr DNI id_patient numero_patient ipp patient_hash Pseudonym patient_pseudonym pseudo_id
 member_id enrolid study_id Studien-ID record_id empi user_id customer_id employee_id Fallnummer case_id patient_key
 patient_code beneficiary_id Patient patient personne_id src_subject_id patient_id_hash anon_patient_id PATNR
-Patient-Kennung CHI_number Versicherten-ID sujeto_id n\u00b0patient nhs_no hospital_no ID
+Patient-Kennung CHI_number Versicherten-ID sujeto_id n\u00b0patient nhs_no hospital_no ID fødselsnummer cod_paciente
+codigo_paciente numero_dossier KV-Nummer ID-Nr Chart_No OMOP_person_id patient_sk uid ppt_id pacjent_id numer_pacjenta
+rodne_cislo henkilötunnus beteg_id hasta_no numero_utente NHI PHN \u0391\u039c\u039a\u0391 \u60a3\u8005\u756a\u53f7
+donor_id
 """
 OTHERS = """
 age sex num_patients n_patients patient_age patient_sex patient_weight pt PT chi hospital case record study user member
