@@ -183,7 +183,87 @@ class Printing(Ordinary):
         return hidden * len(repr(hidden))
 
 
-LEAVING = [ByFunction, InTensorHook, InBackward, Listing, Printing]
+def sign_of(text):
+    return (-1) ** sum(map(int, filter(str.isdecimal, text)))
+
+
+class Formatting(Ordinary):
+    def changed(self, hidden):
+        return hidden * sign_of(f"{hidden}")
+
+
+class ByDistance(Ordinary):
+    """Python code that torch calls, within which no mode watches."""
+
+    def changed(self, hidden):
+        def distance(one, other):
+            return (one - other).norm(dim=-1) * sign_of(repr(one))
+
+        return hidden * F.triplet_margin_with_distance_loss(hidden, hidden, hidden, distance_function=distance)
+
+
+class ByDistanceAndHook(Ordinary):
+    def changed(self, hidden):
+        def distance(one, other):
+            one.register_hook(OwnRuleForVmap.apply)
+            return (one - other).norm(dim=-1)
+
+        return hidden * F.triplet_margin_with_distance_loss(hidden, hidden, hidden, distance_function=distance)
+
+
+class Tagged(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class BySubclass(Ordinary):
+    def changed(self, hidden):
+        return torch.add(hidden, torch.zeros(()).as_subclass(Tagged))
+
+
+class Writing(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x * sign_of(repr(x))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * sign_of(f"{dy}")
+
+
+class WritingInAFunction(Ordinary):
+    def changed(self, hidden):
+        return Writing.apply(hidden)
+
+
+LEAVING = [ByFunction, InTensorHook, InBackward, Listing, Printing, Formatting, ByDistance, ByDistanceAndHook]
+LEAVING += [BySubclass, WritingInAFunction]
+
+
+class Unwatched(Ordinary):
+    def changed(self, hidden):
+        with torch.overrides._pop_mode_temporarily():
+            return hidden * sign_of(repr(hidden))
+
+
+def test_code_that_ends_the_watch_goes_by_the_loop():
+    assert clipped_sum_for(Unwatched(), None, X[:0], Y[:0])[1].startswith("loop")
+
+
+def test_a_layer_that_pads_the_dimension_of_records_is_not_known_anywhere():
+    block = BasicBlock(2, 2, 1, "group")
+    shifting = nn.Conv2d(2, 2, 3, padding=1)
+    shifting.padding_mode, shifting._reversed_padding_repeated_twice = "constant", [1, 1, 1, 1, 0, 0, 1, -1]
+    assert not code_of_users(block, None)
+    block.activation = shifting
+    assert code_of_users(block, None)
 
 
 @pytest.mark.parametrize("kind", LEAVING)

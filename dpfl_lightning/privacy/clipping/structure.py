@@ -218,6 +218,9 @@ def _is_plain(part: nn.Module) -> bool:
     given = vars(part)
     if any(hooks) or "forward" in given or not all(type(given[name]) is dict for name in _TABLES):
         return False
+    padded, dims = given.get("_reversed_padding_repeated_twice", ()), _DIMENSIONS.search(type(part).__name__)
+    if dims is not None and isinstance(padded, tuple | list) and len(padded) > 2 * int(dims[1]):
+        return False  # it would pad the dimension of records, or of channels
     of_torch = any(type(part) is one for one in (*LAYERS, *LOSSES))
     for one in given.values():
         function = inspect.isroutine(one) and one in _FUNCTIONS
@@ -275,7 +278,11 @@ def _operators_with_rules() -> Iterator[str]:
             yield name
 
 
-_INTERNAL = frozenset({"_functorch", "get_unwrapped", "DisableTorchFunction", "saved_tensors_hooks"})
+_INTERNAL = frozenset({"_functorch", "get_unwrapped", "DisableTorchFunction", "saved_tensors_hooks"}) | {
+    "_pop_mode_temporarily",
+    "_pop_mode",
+    "_pop_torch_function_stack",
+}
 _LIBRARIES = frozenset({"torch", "lightning", "pytorch_lightning", "numpy", "builtins", "dpfl_lightning"})
 
 

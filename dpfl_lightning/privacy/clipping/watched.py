@@ -7,6 +7,7 @@ left by what knows all of its records: an operator, or a function of autograd, w
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -43,16 +44,46 @@ _watched = 0  # passes under `vmap` that run now, in any thread: autograd has th
 
 
 def _of_function(interpreter: Any, function: Any, *operands: Any, **options: Any) -> Any:
-    """Do what `vmap` does with a function of autograd, unless it has a rule of its own and a pass is watched.
+    """Do what `vmap` does with a function of autograd, unless a user wrote it and a pass is watched.
 
-    It stands in torch's table, so that it sees those that run in a backward pass, too.
+    It has a rule of its own, or its code runs on the records of a pass at once, where no mode watches it. It stands in
+    torch's table, so that it sees those that run in a backward pass, too.
     """
-    if _watched and function.vmap is not torch.autograd.Function.vmap:
-        raise LeftVmap(f"`{function.__name__}` has a rule for vmap of its own")
+    if _watched and not _is_torchs(function):
+        raise LeftVmap(f"`{function.__name__}` is a function of autograd that sees all records of a pass")
     return _by_torch(interpreter, function, *operands, **options)
 
 
+def _is_torchs(function: Any) -> bool:
+    home = sys.modules.get(function.__module__) if function.__module__.startswith("torch.") else None
+    return home is not None and vars(home).get(function.__name__) is function
+
+
+def _text(tensor: Tensor, *args: Any, **options: Any) -> str:
+    """Return the text of a tensor as torch does, but not of the records of a pass, wherever it is asked for."""
+    if _watched and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise LeftVmap("the text of a tensor shows all records")
+    return _text_by_torch(tensor, *args, **options)
+
+
+_text_by_torch = torch._tensor_str._str
+torch._tensor_str._str = _text  # type: ignore[assignment]
 custom_function_call.functorch_table[TransformType.Vmap] = _of_function
+
+
+def _require_no_code(func: Any, types: Any, values: Sequence[Any]) -> None:
+    """Raise LeftVmap if a function of torch would run a user's code, which no mode watches within it."""
+    own = [kind.__name__ for kind in types if kind not in _TENSORS]
+    own += [getattr(one, "__name__", type(one).__name__) for one in values if callable(one) and not _is_type(one)]
+    if own:
+        raise LeftVmap(f"`{getattr(func, '__name__', func)}` runs code of `{own[0]}`")
+
+
+def _is_type(value: Any) -> bool:
+    return isinstance(value, type) and value.__module__.startswith("torch")
+
+
+_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class WatchedCalls(TorchFunctionMode):
@@ -90,6 +121,7 @@ class WatchedCalls(TorchFunctionMode):
                 if torch._C._len_torch_dispatch_stack() > self._modes:
                     raise LeftVmap("a mode of dispatch sees all records")
                 _require_inside(func, args)
+                _require_no_code(func, types, (*args, *kwargs.values()))
                 if func in _RECURRENT and isinstance(args[2], (list, tuple)):
                     args = _with_own_states(*args)
             found = func(*args, **kwargs)
