@@ -143,8 +143,8 @@ def _shown(value: object) -> str:
 def _commands_page() -> str:
     rows = []
     for name in COMMANDS:
-        about = (inspect.getdoc(importlib.import_module(f"dpfl_lightning.{name}")) or "").splitlines()[0]
-        rows.append([f"`dpfl {name}`", f"`python -m dpfl_lightning.{name}`", about.partition("`: ")[2]])
+        about = (inspect.getdoc(importlib.import_module(f"dpfl_lightning.commands.{name}")) or "").splitlines()[0]
+        rows.append([f"`dpfl {name}`", f"`python -m dpfl_lightning {name}`", about.partition("`: ")[2]])
     return "\n".join(
         [
             "# Commands",

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shell = parser.parse_args(argv).shell
     everything, commands = parsers()
     for name, one in commands.items():
-        add_flags = getattr(importlib.import_module(f"dpfl_lightning.{name}"), "_flags", None)
+        add_flags = getattr(importlib.import_module(f"dpfl_lightning.commands.{name}"), "_flags", None)
         if add_flags is not None:
             add_flags(one)
         for action in one._actions:
