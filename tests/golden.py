@@ -62,11 +62,12 @@ class Checkout:
     def __init__(self, tree: Path, scratch: Path, fashion: Path) -> None:
         self.tree, self.scratch, self.fashion = tree.resolve(), scratch, fashion
 
-    def start(self, *words: str, command: str = "fit") -> subprocess.Popen[str]:
+    def start(self, *words: str, command: str = "fit", module: str | None = None) -> subprocess.Popen[str]:
         """A command of this checkout, its output in one pipe."""
+        called = ["dpfl_lightning", command] if module is None else [module]
         threads = {"OMP_NUM_THREADS": "1", "DPFL_DATA": str(self.scratch / "cache"), "COLUMNS": "100"}
         return subprocess.Popen(
-            [sys.executable, "-m", "dpfl_lightning", command, *words],
+            [sys.executable, "-m", *called, *words],
             cwd=self.scratch,
             env={**os.environ, **threads, "PYTHONPATH": str(self.tree)},
             stdout=subprocess.PIPE,
@@ -74,13 +75,13 @@ class Checkout:
             text=True,
         )
 
-    def run(self, *words: str, command: str = "fit") -> str:
-        """What a command prints.
+    def run(self, *words: str, command: str = "fit", module: str | None = None) -> str:
+        """What a command, or another module, prints.
 
         Raises:
             RuntimeError: it fails.
         """
-        process = self.start(*words, command=command)
+        process = self.start(*words, command=command, module=module)
         output, _ = process.communicate()
         if process.returncode:
             raise RuntimeError(f"{self.tree}: {command} {' '.join(words)}\n{output[-3000:]}")
