@@ -26,7 +26,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.client.record_isolation import check_alone
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
-from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
+from dpfl_lightning.privacy.clipping.reference import LoopClippedSum
 from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 
@@ -570,7 +570,7 @@ def test_whole_numbers_stay_rows_of_their_table():
 def test_a_backward_that_mixes_is_left_to_the_reference(code_was_read):
     net = Leaky()
     clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 4), torch.empty(0, dtype=torch.long))
-    assert isinstance(clipped_sum.choose(), VmapClippedSum)
+    assert isinstance(clipped_sum.choose(), LoopClippedSum)
     assert reason == "vmap: the inputs or gradients of `first` depend on the other records of a batch"
 
 
