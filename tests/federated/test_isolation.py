@@ -571,7 +571,7 @@ def test_a_backward_that_mixes_is_left_to_the_reference(code_was_read):
     net = Leaky()
     clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 4), torch.empty(0, dtype=torch.long))
     assert isinstance(clipped_sum.choose(), LoopClippedSum)
-    assert reason == "vmap: the inputs or gradients of `first` depend on the other records of a batch"
+    assert reason == "loop: the inputs or gradients of `first` depend on the other records of a batch"
 
 
 def with_batch_norm(**changes) -> nn.Module:
