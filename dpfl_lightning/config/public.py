@@ -20,7 +20,7 @@ AGREED = frozenset(_AGREED.split())
 def published(value: Any) -> Any:
     """Return options without secrets and absolute paths; section `data` as by `published_data`.
 
-    >>> published({"seed": 1, "output_dir": "/home/me/runs", "data": {"name": "digits"}})
+    >>> published({"seed": 1, "output_dir": "~/runs", "data": {"name": "digits"}})
     {'seed': 1, 'output_dir': '(not published)', 'data': {'name': 'digits'}}
     """
     if isinstance(value, Mapping):
@@ -39,8 +39,9 @@ def published_data(data: Any) -> Any:
     """
     if not isinstance(data, Mapping):
         return published(data)
-    public = published({name: one for name, one in data.items() if name not in ("folder", "init_args")})
-    public |= {"folder": LEFT_OUT} if data.get("folder") else {name: None for name in data if name == "folder"}
+    public = published({name: one for name, one in data.items() if name != "init_args"})
+    if data.get("folder"):
+        public["folder"] = LEFT_OUT
     given = data.get("init_args")
     if isinstance(given, Mapping):
         shown = {
@@ -55,7 +56,7 @@ def published_data(data: Any) -> Any:
 def published_command(words: Sequence[str]) -> str:
     """Return a command line without absolute paths, of which the names remain, and without what it says of `data`.
 
-    >>> published_command(["dpfl", "fit", "--config=/home/me/a.yaml", "--data.init_args.df", "b.csv", "--rounds", "3"])
+    >>> published_command(["dpfl", "fit", "--config=~/a.yaml", "--data.init_args.df", "b.csv", "--rounds", "3"])
     "dpfl fit --config=a.yaml --data.init_args '(not published)' --rounds 3"
     """
     shown, of_data = list[str](), False
