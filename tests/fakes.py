@@ -18,6 +18,8 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, RunGuarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.ledger.account import PrivacyAccount
+from dpfl_lightning.privacy.ledger.file import NO_CHAIN, Charge, charge_lines
 
 FRAME = {"sampling": "Poisson sampling", "accountant": "RDP (Opacus, orders 1.1 to 1024)"}
 
@@ -160,3 +162,10 @@ class Recorder(Strategy, Callback):
     def on_round_end(self, view, report):
         self.models.append(view.state.models.clone())
         self.reports.append(report)
+
+
+def pay(account: PrivacyAccount, releases) -> None:
+    """Charge (client, event) pairs, each as a ledger with nothing else would."""
+    for client, event in releases:
+        charge = Charge(client, 1, "train", event)
+        account.charge([charge], list(charge_lines([charge], NO_CHAIN)))

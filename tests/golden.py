@@ -234,8 +234,20 @@ def released(folder: Path) -> Answers:
 def charges_of(ledger: Path) -> str:
     """SHA-256 of the charges in a ledger, of which there is at least one."""
     lines = [json.loads(line) for line in ledger.read_text().splitlines()[1:]]
-    charges = [[line[key] for key in ("client", "round", "purpose", "event")] for line in some(lines, "charges")]
-    return hashlib.sha256(json.dumps(charges, sort_keys=True).encode()).hexdigest()
+    charges = []
+    for line in some(lines, "charges"):
+        for client in [line["client"]] if "client" in line else clients_of(line["clients"]):
+            charges.append([client, line["round"], line["number"], line["purpose"], line["event"]])
+    return hashlib.sha256(json.dumps(sorted(charges, key=json.dumps), sort_keys=True).encode()).hexdigest()
+
+
+def clients_of(spans: list[int | list[int]]) -> list[int]:
+    """The clients of a line: numbers, and [first, last]."""
+    found: list[int] = []
+    for one in spans:
+        first, last = one if isinstance(one, list) else (one, one)
+        found += range(first, last + 1)
+    return found
 
 
 def some(values: list[Any], what: str) -> list[Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from golden import differences, released
 
-CHARGE = {"client": 0, "round": 1, "purpose": "train", "event": {"steps": 3}}
+CHARGE = {"round": 1, "number": 0, "clients": [0, [2, 4]], "purpose": "train", "event": {"steps": 3}}
 CLIENT = {"epsilon_spent": 1.5}
 
 
@@ -24,7 +24,8 @@ def run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changed", [{"clients": [{"epsilon_spent": 1.6}]}, {"charges": [{**CHARGE, "round": 2}]}, {"weight": 1 + 2**-23}]
+    "changed",
+    [{"clients": [{"epsilon_spent": 1.6}]}, {"charges": [{**CHARGE, "clients": [0, [2, 5]]}]}, {"weight": 1 + 2**-23}],
 )
 def test_what_differs_is_found(run, changed):
     whole = run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,17 +13,27 @@ from dpfl_lightning.errors import command, require
 from dpfl_lightning.runtime.text import at_most, columns, counted, shown
 
 if TYPE_CHECKING:
+    from dpfl_lightning.privacy.compose import Limit
     from dpfl_lightning.privacy.ledger.account import Holder, PrivacyAccount
 
 _ABOUT = (
     "Show what all runs on the records of each data holder cost together: epsilon, composed as if one run had planned "
     "them, at the least delta of the runs or that of the limit. limit HOLDER EPSILON DELTA: no run may bring all "
     "runs above that, though later ones are chosen after earlier results; with a limit, a run with an unknown name is "
-    "refused. new HOLDER: a name is of a holder of whom the account has no records. join HOLDER HOLDER: two names are "
-    "one holder. add RUN ...: count runs that were made elsewhere. accept: go on with an older file than was seen last."
+    "refused. --unit, --adjacency and --rows_per_person say what it protects. new HOLDER: a name is of a holder of "
+    "whom the account has no records. join HOLDER HOLDER: two names are one holder. add RUN ...: count runs that were "
+    "made elsewhere. accept: go on with an older file than was seen last."
 )
 _USAGE = "[VERB WORD ...] [FLAGS]"
-_EXAMPLES = ("", "limit bergen 8 1e-5", "new lund", "join bergen haukeland", "add runs/*", "--json")
+_EXAMPLES = (
+    "",
+    "limit bergen 8 1e-5",
+    "limit lund 8 1e-5 --unit person --rows_per_person 4",
+    "new lund",
+    "join bergen haukeland",
+    "add runs/*",
+    "--json",
+)
 _COUNTS = {"": 0, "limit": 3, "new": 1, "join": 2, "accept": 0}  # words after the verb
 
 
@@ -32,6 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser("account", _ABOUT, _USAGE, _EXAMPLES)
     parser.add_argument("verb", metavar="VERB", nargs="?", default="", choices=(*_COUNTS, "add"))
     parser.add_argument("words", metavar="WORD", nargs="*", help="what VERB needs, see above")
+    parser.add_argument("--unit", choices=("record", "person"), help="whom a limit protects (default: a record)")
+    relation_help = "relation of a limit (default: add_remove); runs of several relations count as replacement"
+    parser.add_argument("--adjacency", choices=("add_remove", "replace_one"), help=relation_help)
+    rows_help = "with --unit person: the most rows of a person, for runs whose unit is record and that do not say it"
+    parser.add_argument("--rows_per_person", type=int, metavar="ROWS", help=rows_help)
     parser.add_argument("--file", metavar="FILE", help="the account (default: that of privacy.account auto)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     flags = parser.parse_args(argv)
@@ -39,12 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     count = _COUNTS.get(flags.verb, max(len(flags.words), 1))
     require(len(flags.words) == count, f"account {flags.verb}".strip(), _needs(count), flags.words, "See --help.")
+    for name in () if flags.verb == "limit" else ("unit", "adjacency", "rows_per_person"):
+        given = getattr(flags, name)
+        require(given is None, f"--{name}", "come with `limit`", given, "See --help.")
     account = PrivacyAccount(users_file() if flags.file is None else Path(flags.file))
     if flags.verb == "" and not account.path.exists() and not account.is_missed():
         print(json.dumps(_as_dict(account, [])) if flags.json else _text(account, []))
         return 0
     if flags.verb == "limit":
-        account.limit(flags.words[0], *(_number(word) for word in flags.words[1:]))
+        account.limit(flags.words[0], _limit(flags))
     elif flags.verb == "new":
         account.new(*flags.words)
     elif flags.verb == "join":
@@ -60,6 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _needs(count: int) -> str:
     return f"be followed by {counted(count, 'word')}"
+
+
+def _limit(flags: argparse.Namespace) -> Limit:
+    from dpfl_lightning.privacy.accounting.accountant import OF_PERSONS
+    from dpfl_lightning.privacy.compose import Limit
+
+    unit = OF_PERSONS if flags.unit == "person" else ""
+    return Limit(*map(_number, flags.words[1:]), (flags.adjacency or "add_remove") + unit, flags.rows_per_person)
 
 
 def _number(word: str) -> float:
@@ -92,7 +119,7 @@ def _text(account: PrivacyAccount, holders: Sequence[Holder]) -> str:
             one.together.runs,
             at_most(one.together.epsilon),
             at_most(one.together.delta),
-            "none" if one.together.limit is None else at_most(one.together.limit),
+            "none" if one.together.limit is None else f"{at_most(one.together.limit)}, {one.together.limit_adjacency}",
             "" if one.together.used is None else f"{one.together.used:.1%}",
             one.together.adjacency,
             one.together.sampling,

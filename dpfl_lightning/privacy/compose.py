@@ -1,4 +1,6 @@
-"""The one composition of releases of several runs or clients, and the filter that keeps a limit on it."""
+"""The one composition of releases of several runs or clients, and limits on it."""
+
+from __future__ import annotations
 
 import functools
 import itertools
@@ -8,10 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dpfl_lightning.errors import require
+from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.privacy.accounting.accountant import (
     ADJACENCIES,
     ADJACENCIES_OF_PERSONS,
+    OF_PERSONS,
     Query,
     Rdp,
     exact_sum,
@@ -19,7 +22,8 @@ from dpfl_lightning.privacy.accounting.accountant import (
     relation_of,
     rounded_up,
 )
-from dpfl_lightning.privacy.accounting.events import Composed, Event, NoisedEvent, Release, composed
+from dpfl_lightning.privacy.accounting.events import Composed, Event, NoisedEvent, NonPrivateEvent, Release, composed
+from dpfl_lightning.privacy.accounting.group_privacy import of_group
 from dpfl_lightning.privacy.accounting.guarantee import CHOSEN, FILTER, CumulativeGuarantee, Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import numbered
 from dpfl_lightning.privacy.accounting.rdp import ORDERS, converted
@@ -33,6 +37,7 @@ History = Sequence[Sequence["Line"]]
 #: the holder of lines without keys
 ANYBODY: Keys = frozenset()
 _MOST_TIGHT = 200  # mechanisms of several runs that are composed tightly: about three seconds
+_ROWS_UNKNOWN = NonPrivateEvent("records of persons of whom nobody says how many rows they have")
 _WORST = "with the worst client of each run"
 
 
@@ -81,7 +86,7 @@ class Line:
         merged = composed(self.counts, 0.5)
         return replace(merged, releases=tuple(sorted(merged.releases, key=lambda one: (one.kind, one.parameters()))))
 
-    def covers(self, other: "Line") -> bool:
+    def covers(self, other: Line) -> bool:
         """Whether this line costs at least as much, whatever else is composed: each release has one that it covers.
 
         A step at a lower sample rate is a mixture of a step at a higher one and of a step without the record, and more
@@ -149,8 +154,8 @@ class Total:
         stated = guarantee(self.released, self.delta, accountant, words, (), bound, max(most, default=0) or None)
         return replace(stated, adjacency=self.neighbours)
 
-    def beside(self, run: str | None, limit: tuple[float, float, float] | None = None) -> CumulativeGuarantee:
-        """Return what is stated beside the guarantee of a run; a limit is (the share used, epsilon, delta)."""
+    def beside(self, run: str | None, limit: Limit | None = None, used: float | None = None) -> CumulativeGuarantee:
+        """Return what is stated beside the guarantee of a run; with a limit, of which the share `used` is used up."""
         return CumulativeGuarantee(
             runs=len(self.runs - {run}),
             epsilon=self.epsilon,
@@ -158,9 +163,10 @@ class Total:
             accountant=self.method,
             adjacency=self.neighbours,
             sampling=SAMPLERS[self.sampling].words,
-            used=None if limit is None else limit[0],
-            limit=None if limit is None else limit[1],
-            limit_delta=None if limit is None else limit[2],
+            used=used,
+            limit=None if limit is None else limit.epsilon,
+            limit_delta=None if limit is None else limit.delta,
+            limit_adjacency=None if limit is None else limit.words,
         )
 
 
@@ -365,24 +371,58 @@ def _rdp(adjacency: str, orders: tuple[float, ...] = ORDERS) -> Rdp:
 
 
 @dataclass(frozen=True)
-class RenyiFilter:
-    """Keeps runs within (epsilon, delta), though later runs are chosen after the results of earlier ones.
+class Limit:
+    """Keeps all runs of a holder within (epsilon, delta), though later ones are chosen after results of earlier ones.
 
-    The RDP of all of them at one order, which is fixed by the limit, stays within a budget. The order is the one at
-    which Gaussian noise on full batches may have the least variance. Composing what was released by PLD gives a
-    smaller epsilon; it assumes that all runs were planned beforehand. Raises UserError if no order can keep the limit.
+    It holds under `adjacency`, whoever colludes: every release counts. One for persons counts releases about records by
+    group privacy, with the most rows of a person: those of the run, or else `rows_per_person`; without either they are
+    unprotected. The RDP of all runs at one order stays within a budget: the order at which Gaussian noise on full
+    batches may have the least variance. PLD gives a smaller epsilon, but assumes that all runs were planned beforehand.
+    Raises UserError if no order can keep the limit.
 
     Reference: Feldman and Zrnic (2021), theorem 4.3.
     """
 
     epsilon: float
     delta: float
+    adjacency: str = "add_remove"
+    rows_per_person: int | None = None
 
     def __post_init__(self) -> None:
+        require_one_of(ADJACENCIES | ADJACENCIES_OF_PERSONS, "adjacency", self.adjacency)
         require(0 < self.delta < 1, "delta", "be in (0, 1)", self.delta, "It is usually below 1 / records.")
         floor = float(self._floors.min())
         must = f"be above {rounded_up(floor, 4)} at this delta, and finite"
         require(floor < self.epsilon < np.inf, "epsilon", must, self.epsilon)
+        of_persons, rows = self.adjacency in ADJACENCIES_OF_PERSONS, self.rows_per_person
+        must = "be at least 1, and only with a limit for persons"
+        require(rows is None or (of_persons and rows >= 1), "rows_per_person", must, rows)
+
+    @property
+    def words(self) -> str:
+        """What neighbouring data sets are."""
+        return (ADJACENCIES | ADJACENCIES_OF_PERSONS)[self.adjacency]
+
+    def knows_rows(self, line: Line) -> bool:
+        """Return whether a line is about persons, if this limit is, or says how many rows they have."""
+        about_records = self.adjacency in ADJACENCIES_OF_PERSONS and line.adjacency not in ADJACENCIES_OF_PERSONS
+        return not about_records or bool(line.rows_per_person or self.rows_per_person)
+
+    def in_its_unit(self, line: Line) -> Line:
+        """Return a line as this limit counts it."""
+        if self.adjacency not in ADJACENCIES_OF_PERSONS or line.adjacency in ADJACENCIES_OF_PERSONS:
+            return line
+        rows = line.rows_per_person or self.rows_per_person
+
+        def grouped(events: Sequence[Event]) -> tuple[Event, ...]:
+            if rows is None:
+                return (*events, _ROWS_UNKNOWN) if events else ()
+            return tuple(of_group(event, rows) for event in events)
+
+        planned = None if line.planned is None else grouped(line.planned)
+        budget = line.budget if rows == 1 else math.inf
+        of_persons = line.adjacency + OF_PERSONS
+        return replace(line, released=grouped(line.released), planned=planned, budget=budget, adjacency=of_persons)
 
     @property
     def _floors(self) -> np.ndarray:
@@ -399,7 +439,11 @@ class RenyiFilter:
         return self.epsilon - float(self._floors[ORDERS.index(self.order)])
 
     def used(self, each: Sequence[History]) -> float:
-        """Return the share of the budget that a holder has used, whose history is one of `each`; 1 is the limit."""
-        relation = relation_of_all([line.adjacency for history in each for run in history for line in run])
+        """Return the share of the budget that a holder has used; 1 is the limit.
+
+        Its history is one of `each`, with lines `in_its_unit`.
+        """
+        relations = [line.adjacency for history in each for run in history for line in run]
+        relation = relation_of_all([self.adjacency, *relations])
         rdp = _rdp(relation, (self.order,))
         return max(float(worst_curve(history, rdp)[0]) for history in each) / self.budget

@@ -4,7 +4,8 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,13 @@ def write_json(path: Path, content: Mapping[str, Any], private: bool = False) ->
     lines = (f"  {json.dumps(key)}: {text(value)}" for key, value in content.items())
     whole = "{\n" + ",\n".join(lines) + "\n}\n"
     return write_text(path, whole, private)
+
+
+def write_all(file: FileIO, parts: Sequence[bytes]) -> None:
+    """Write all of the parts to an unbuffered file, whose single writes may be incomplete."""
+    rest = memoryview(b"".join(parts))
+    while rest:
+        rest = rest[file.write(rest) :]
 
 
 def is_locked(path: Path) -> bool:

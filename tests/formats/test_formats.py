@@ -24,6 +24,7 @@ from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server import folder, history
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.federated.server.results import read_guarantees
+from dpfl_lightning.privacy.compose import Limit
 from dpfl_lightning.privacy.ledger import file as ledger
 from dpfl_lightning.privacy.ledger.account import PrivacyAccount
 from dpfl_lightning.privacy.ledger.file import read_head
@@ -54,12 +55,12 @@ def rounds_with(path: Path, number: int) -> None:
 
 
 def ledger_with(path: Path, number: int) -> None:
-    first = path.read_bytes().splitlines()[0].replace(b'"ledger": 2', b'"ledger": %d' % number)
+    first = path.read_bytes().splitlines()[0].replace(b'"ledger": 3', b'"ledger": %d' % number)
     path.write_bytes(ledger.sealed(first[: 1 - ledger._TAIL], ledger.NO_CHAIN))
 
 
 def account_with(path: Path, number: int) -> None:
-    first = path.read_bytes().splitlines()[0].replace(b'"account": 2', b'"account": %d' % number)
+    first = path.read_bytes().splitlines()[0].replace(b'"account": 3', b'"account": %d' % number)
     path.write_bytes(ledger.sealed(first[: 1 - ledger._TAIL], ledger.NO_CHAIN))
 
 
@@ -85,9 +86,9 @@ def message(kind: type) -> Callable[[Path], object]:
 
 #: file -> how it is read, its number, how it gets another number
 FORMATS: dict[str, tuple[Callable, int, Callable[[Path, int], None]]] = {
-    "run/ledger.jsonl": (read_ledger, 2, ledger_with),
+    "run/ledger.jsonl": (read_ledger, 3, ledger_with),
     "run/checkpoint.pt": (checkpoint, 1, checkpoint_with),
-    "account/account.jsonl": (lambda path: PrivacyAccount(path).holders(), 2, account_with),
+    "account/account.jsonl": (lambda path: PrivacyAccount(path).holders(), 3, account_with),
     "run/metrics.jsonl": (history.read, 1, rounds_with),
     "run/run.json": (lambda path: description.read(path.parent), 1, with_number),
     "run/result.json": (lambda path: read_result(path.parent), 1, with_number),
@@ -139,7 +140,7 @@ def write_samples() -> None:
     account = PrivacyAccount(Path("account/account.jsonl"))
     account.accept()
     account.add(Path("run/ledger.jsonl"))
-    account.limit("clients without names", 8.0, 1e-5)
+    account.limit("clients without names", Limit(8.0, 1e-5))
     DistilledSet(torch.zeros(2, 1, 2, 2), torch.arange(2), {"rounds": 5}).save(HERE / "set")
     (HERE / "sites").mkdir()
     terms = sites.planned(HERE)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import shutil
 import stat
@@ -14,6 +15,7 @@ import pytest
 import torch
 from conftest import blobs, break_off, small_loop, small_net
 from dp_accounting import dp_event, pld
+from fakes import pay
 
 from dpfl_lightning.commands.account import main
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
@@ -22,7 +24,8 @@ from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
-from dpfl_lightning.privacy.compose import ANYBODY, Keys, Line, RenyiFilter, compose, relation_of_all
+from dpfl_lightning.privacy.accounting.group_privacy import of_group
+from dpfl_lightning.privacy.compose import ANYBODY, Keys, Limit, Line, compose, relation_of_all
 from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount, RunRecord
 from dpfl_lightning.privacy.ledger.evidence import Evidence, View
 from dpfl_lightning.privacy.ledger.file import Charge, Header, read_head, read_header
@@ -196,9 +199,9 @@ def test_own_files_under_a_public_name_are_charged(tmp_path, monkeypatch):
 def test_a_limit_refuses_a_run_before_it_begins_and_a_charge_before_it_is_made(runs, tmp_path):
     population = hospitals("bergen", "oslo")
     for name in ("bergen", "oslo", "lund"):
-        runs.account.limit(name, 5.0 if name == "bergen" else 50.0, DELTA)
+        runs.account.limit(name, Limit(5.0 if name == "bergen" else 50.0, DELTA))
     runs.run(population)
-    with pytest.raises(UserError, match=r"keep the limit of bergen, epsilon 5 at delta 0.001, got '1[0-9]{2}.*smaller"):
+    with pytest.raises(UserError, match=r"limit of bergen, epsilon 5 at delta 0.001 \(add .*, got '1[0-9]{2}.*smaller"):
         runs.run(population, "run1", epsilon=4.5)
     assert not (tmp_path / "run1" / "ledger.jsonl").exists() and not (tmp_path / "run1" / "data_key").exists()
     assert runs.together("bergen").runs == 1
@@ -215,7 +218,7 @@ def test_a_limit_refuses_a_run_before_it_begins_and_a_charge_before_it_is_made(r
     def begin_and_another_charges(*arguments):
         begun(*arguments)
         other = PrivacyAccount(runs.account.path)
-        other.limit("bergen", 2.5, DELTA)
+        other.limit("bergen", Limit(2.5, DELTA))
 
     loop.clients.begin = begin_and_another_charges
     with pytest.raises(UserError, match=r"keep the limit of bergen, epsilon 2\.5"):
@@ -230,7 +233,7 @@ def test_a_filter_is_never_exceeded(account, seed):
     generator = torch.Generator().manual_seed(seed)
     draw = lambda low, high: low + (high - low) * torch.rand((), generator=generator).item()  # noqa: E731
     epsilon, delta = draw(0.5, 8), 10 ** -draw(2, 7)
-    account.limit("bergen", epsilon, delta)
+    account.limit("bergen", Limit(epsilon, delta))
     account.enter(entry("a" * 32, ("bergen",)))
     paid = []
     for _ in range(60):
@@ -241,7 +244,7 @@ def test_a_filter_is_never_exceeded(account, seed):
             SelectionEvent(draw(0.01, 0.4), 2),
         ][kind]
         try:
-            account.charge([(0, event)])
+            pay(account, [(0, event)])
         except UserError:
             continue
         paid.append(event)
@@ -249,20 +252,20 @@ def test_a_filter_is_never_exceeded(account, seed):
     assert get_accountant("pld").epsilon(paid, delta) <= epsilon and only.together.used <= 1
     assert only.together.epsilon <= epsilon
     with pytest.raises(UserError, match="keep the limit"):
-        account.charge([(0, NonPrivateEvent("everything"))])
+        pay(account, [(0, NonPrivateEvent("everything"))])
 
 
 def test_two_runs_that_do_not_know_of_each_other_stay_within_a_limit(account):
     """Each plan fits alone, and the charges of both do not: as if a run on another machine had no lock here."""
     event = GaussianEvent(0.2, 1.5, 10)
-    account.limit("bergen", 1.2 * get_accountant("rdp").epsilon([event] * 5, DELTA), DELTA)
+    account.limit("bergen", Limit(1.2 * get_accountant("rdp").epsilon([event] * 5, DELTA), DELTA))
     others = [account, PrivacyAccount(account.path)]
     for letter, one in zip("ab", others, strict=True):
         one.enter(entry(letter * 32, ("bergen",), ((event, 5),)))
     paid = 0
     for one in (*others[1:] * 3, *others[:1] * 5, *others[1:] * 2):
         try:
-            one.charge([(0, event)])
+            pay(one, [(0, event)])
             paid += 1
         except UserError:
             break
@@ -270,9 +273,9 @@ def test_two_runs_that_do_not_know_of_each_other_stay_within_a_limit(account):
     assert 5 <= paid < 10 and only.together.used <= 1 and only.together.epsilon <= only.together.limit
 
 
-def entry(run: str, names, planned=(), adjacency="add_remove", evidence=None, delta=DELTA, whole=False) -> RunRecord:
+def entry(run: str, names, planned=(), adjacency="add_remove", evidence=None, delta=DELTA, rows=None, whole=False):
     count = len(names)
-    rest = (delta,) * count, (planned,) * count, evidence or (Evidence(),) * count, whole
+    rest = (delta,) * count, (planned,) * count, evidence or (Evidence(),) * count, (rows,) * count, whole
     return RunRecord(run, "none", adjacency, "poisson", "pld", dict(enumerate(names)), *rest)
 
 
@@ -287,14 +290,14 @@ def records(*numbers: int) -> Evidence:
 
 
 def test_of_joined_limits_each_is_kept(account):
-    account.limit("bergen", 8.0, 1e-9)
-    account.limit("oslo", 7.9, 1e-2)
+    account.limit("bergen", Limit(8.0, 1e-9))
+    account.limit("oslo", Limit(7.9, 1e-2))
     account.join("bergen", "oslo")
     account.enter(entry("a" * 32, ("oslo",)))
     paid = 0
     with pytest.raises(UserError, match=r"keep the limit of bergen or oslo, epsilon 8 at delta 1e-09"):
         while paid < 100:
-            account.charge([(0, EVENT)])
+            pay(account, [(0, EVENT)])
             paid += 1
     (only,) = account.holders()
     assert paid > 1 and TIGHT.epsilon([EVENT] * paid, 1e-9) <= 8 and only.together.limit == 8
@@ -325,14 +328,14 @@ def test_a_copy_that_went_on_without_the_account_is_told_apart(runs, tmp_path):
         options = {"rounds": 2, "clients": ClientOptions(batch_size=16), "privacy": null}
         small_loop(population, output_dir=tmp_path / "copy", **options).run(resume=True)
     assert runs.account.add(tmp_path / "copy" / "ledger.jsonl") == 2
-    runs.account.limit("bergen", 0.9, DELTA)
+    runs.account.limit("bergen", Limit(0.9, DELTA))
     assert runs.run(population, resume=True, reserve=2).finished, "it releases nothing more"
 
 
 def test_clients_of_a_first_run_with_the_same_records_are_one_holder(account):
     with pytest.warns(UserNotice, match="ward 2 has records of ward 1"):
         account.enter(entry("a" * 32, ("ward 1", "ward 2", "oslo"), evidence=(records(0), records(4), records(50))))
-    account.charge([(0, EVENT), (1, EVENT), (2, EVENT)])
+    pay(account, [(0, EVENT), (1, EVENT), (2, EVENT)])
     oslo, wards = sorted(account.holders(), key=lambda one: one.names)
     assert oslo.names == ("oslo",) and oslo.together.epsilon == TIGHT.epsilon([EVENT], DELTA)
     assert wards.together.epsilon == TIGHT.epsilon([EVENT] * 2, DELTA)
@@ -341,10 +344,10 @@ def test_clients_of_a_first_run_with_the_same_records_are_one_holder(account):
 def test_records_that_moved_to_a_known_client_join_it(account):
     """Also if its own records are as before."""
     account.enter(entry("a" * 32, ("bergen", "lund"), evidence=(records(0), records(50))))
-    account.charge([(0, EVENT), (1, EVENT)])
+    pay(account, [(0, EVENT), (1, EVENT)])
     with pytest.warns(UserNotice, match="bergen has records of lund"):
         account.enter(entry("b" * 32, ("bergen",), evidence=(records(0, 50),)))
-    account.charge([(0, EVENT)])
+    pay(account, [(0, EVENT)])
     (only,) = account.holders()
     assert only.together.runs == 2 and only.together.epsilon == TIGHT.epsilon([EVENT] * 2, DELTA)
 
@@ -352,7 +355,7 @@ def test_records_that_moved_to_a_known_client_join_it(account):
 def test_names_that_the_operator_joins_count_together_in_each_run(account):
     """Who joins two clients says that their records are of one holder, whatever their digests are."""
     account.enter(entry("a" * 32, ("ward 1", "ward 2"), evidence=(records(0), records(50))))
-    account.charge([(0, EVENT), (1, EVENT)])
+    pay(account, [(0, EVENT), (1, EVENT)])
     account.join("ward 1", "ward 2")
     for opened in (account, PrivacyAccount(account.path)):
         (only,) = opened.holders()
@@ -361,7 +364,7 @@ def test_names_that_the_operator_joins_count_together_in_each_run(account):
 
 def test_two_names_in_turn_do_not_pass_a_limit(runs, tmp_path):
     """What a refused run says of who is who is kept."""
-    runs.account.limit("bergen", 1.0, DELTA)
+    runs.account.limit("bergen", Limit(1.0, DELTA))
     spelt = {name: dataclasses.replace(hospitals("bergen"), names=(name,)) for name in ("haukeland", "bergen")}
     for number, name in enumerate(["bergen", "haukeland"] * 2):
         with pytest.raises(UserError, match=r"keep the limit of bergen( or haukeland)?, epsilon 1"):
@@ -373,9 +376,9 @@ def test_two_names_in_turn_do_not_pass_a_limit(runs, tmp_path):
 
 def test_a_refused_run_keeps_what_it_says_of_names(account):
     """So does a refused plan. It is written down once, and nothing else that counts."""
-    account.limit("bergen", 1.1 * get_accountant("rdp").epsilon([EVENT], DELTA), DELTA)
+    account.limit("bergen", Limit(1.1 * get_accountant("rdp").epsilon([EVENT], DELTA), DELTA))
     account.enter(entry("a" * 32, ("bergen",), evidence=(records(0),)))
-    account.charge([(0, EVENT)])
+    pay(account, [(0, EVENT)])
     refused = entry("b" * 32, ("lund",), ((EVENT, 5),), evidence=(records(4),))
     for request in (account.projected_cost, account.enter):
         before = account.path.read_bytes()
@@ -393,15 +396,15 @@ def test_a_refused_run_keeps_what_it_says_of_names(account):
 def test_clients_without_names_count_for_every_limit(account):
     """Any of them may be a holder that has a limit."""
     one = get_accountant("rdp").epsilon([EVENT], DELTA)
-    account.limit("bergen", 1.9 * one, DELTA)
-    account.limit(NAMELESS, 9 * one, DELTA)
+    account.limit("bergen", Limit(1.9 * one, DELTA))
+    account.limit(NAMELESS, Limit(9 * one, DELTA))
     account.enter(entry("a" * 32, ("bergen",)))
-    account.charge([(0, EVENT)])
+    pay(account, [(0, EVENT)])
     account.enter(entry("b" * 32, (NAMELESS, NAMELESS)))
-    account.charge([(0, GaussianEvent(0.02, 5.0, 1))])
+    pay(account, [(0, GaussianEvent(0.02, 5.0, 1))])
     unnamed, bergen = account.holders()
     with pytest.raises(UserError, match="keep the limit of bergen"):
-        account.charge([(1, event) for event in [EVENT] * 3])
+        pay(account, [(1, event) for event in [EVENT] * 3])
     assert {holder.names for holder in (unnamed, bergen)} == {("bergen",), (NAMELESS,)}
     assert unnamed.together.epsilon == bergen.together.epsilon > TIGHT.epsilon([EVENT], DELTA)
 
@@ -427,7 +430,7 @@ def test_a_resumed_run_keeps_its_data_holders(account, tmp_path):
 def test_an_unknown_name_is_refused_where_there_is_a_limit(account, capsys):
     """Every row may have been changed, so that no digest is equal; who it is can be said."""
     account.enter(entry("a" * 32, ("oslo",)))
-    account.limit("bergen", 8.0, DELTA)
+    account.limit("bergen", Limit(8.0, DELTA))
     again = entry("b" * 32, ("oslo", "haukeland", NAMELESS), evidence=(records(0), records(50), records(100)))
     for request in (account.projected_cost, account.enter, account.enter):
         with pytest.raises(UserError, match="a limit on bergen, got 'clients without names, haukeland'") as refused:
@@ -439,7 +442,7 @@ def test_an_unknown_name_is_refused_where_there_is_a_limit(account, capsys):
     file = ["--file", str(account.path)]
     assert main(["join", "haukeland", "bergen", *file]) == main(["new", NAMELESS, *file]) == 0
     account.enter(again)
-    account.charge([(1, EVENT)])
+    pay(account, [(1, EVENT)])
     (bergen,) = [one for one in account.holders() if "bergen" in one.names]
     assert bergen.names == ("bergen", "haukeland") and bergen.together.used > 0
 
@@ -458,13 +461,13 @@ def test_a_copy_of_a_killed_run_counts_before_the_run_goes_on(runs, tmp_path):
 
 def test_runs_without_delta_compose_at_the_delta_of_the_others(account):
     account.enter(entry("a" * 32, ("bergen",), delta=1e-5))
-    account.charge([(0, EVENT)])
+    pay(account, [(0, EVENT)])
     laplace = LaplaceEvent(50.0, 1)
     account.enter(entry("b" * 32, ("bergen",), ((laplace, 1),), delta=0.0))
-    account.charge([(0, laplace)])
+    pay(account, [(0, laplace)])
     assert account.together()[0].epsilon == TIGHT.epsilon([EVENT, laplace], 1e-5)
     account.enter(entry("c" * 32, ("oslo",), ((laplace, 1),), delta=0.0))
-    account.charge([(0, laplace)])
+    pay(account, [(0, laplace)])
     assert account.together()[0].delta == 0 and account.together()[0].epsilon == pytest.approx(1 / 50, abs=1e-6)
 
 
@@ -488,9 +491,87 @@ def test_copies_that_charged_other_clients_count_for_each(account, tmp_path):
     }
 
 
+@pytest.fixture
+def begun(account, tmp_path):
+    """A run of bergen that has entered the account, and opens its ledger in a folder, the first one or a copy."""
+    names = {"names": ["bergen"]}
+    header = Header("pld", "add_remove", "poisson", (DELTA,), (1.0,), identity=names)
+    account.enter(entry(header.run, ("bergen",)))
+
+    def opened(name: str) -> Ledger:
+        path = tmp_path / name / "ledger.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        now = header if not path.exists() else read_header(path)
+        return Ledger(path, now, account=account)
+
+    return opened
+
+
+def charge_in(round: int, number: int = 0) -> list[Charge]:
+    return [Charge(0, round, "train", EVENT, number)]
+
+
+def test_a_kill_between_account_and_ledger_is_paid_in_both(begun, account, monkeypatch):
+    ledger = begun("run")
+    ledger.charge(charge_in(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "_append", lambda self, lines: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ledger.charge(charge_in(2))
+    assert len(read_ledger(ledger.path)) == 1
+    again = begun("run")
+    assert again.used(0, "train") == 2 and read_ledger(ledger.path) == charge_in(1) + charge_in(2)
+    again.accept()
+    again.charge(charge_in(3))
+    again.close()
+    assert account.holders()[0].together.epsilon == TIGHT.epsilon([EVENT] * 3, DELTA)
+
+
+def test_a_copy_knows_what_the_other_one_spends(begun, account, tmp_path):
+    """Copies that go on one after the other share the budget of the run; at the same time, each charge counts."""
+    ledger = begun("run")
+    ledger.charge(charge_in(1))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    ledger.charge(charge_in(2))
+    copy = begun("copy")
+    assert copy.used(0, "train") == 2 and read_ledger(copy.path) == read_ledger(ledger.path)
+    copy.accept()
+    ledger.charge(charge_in(3))
+    copy.charge(charge_in(3))
+    ledger.close(), copy.close()
+    assert begun("run").used(0, "train") == begun("copy").used(0, "train") == 3, "each is a fork of the other"
+    assert account.holders()[0].together.epsilon == TIGHT.epsilon([EVENT] * 4, DELTA)
+
+
+def test_an_account_gets_what_only_the_ledger_has_once(begun, account, tmp_path):
+    """As from another machine, or after an older account was restored."""
+    ledger = begun("run")
+    older = account.path.read_bytes()
+    ledger.charge(charge_in(1))
+    ledger.close()
+    account.path.write_bytes(older)
+    account.accept()
+    with pytest.warns(UserNotice, match="lacked 1 release of this run, which it counts from now on"):
+        begun("run").close()
+    begun("run").close()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    assert account.add(tmp_path / "copy" / "ledger.jsonl") == 0
+    assert account.holders()[0].together.epsilon == TIGHT.epsilon([EVENT], DELTA)
+
+
+def test_a_refused_charge_leaves_ledger_and_account_as_they_were(begun, account):
+    ledger = begun("run")
+    ledger.charge(charge_in(1))
+    account.limit("bergen", Limit(1.1 * get_accountant("rdp").epsilon([EVENT], DELTA), DELTA))
+    before = account.path.read_bytes(), ledger.path.read_bytes()
+    with pytest.raises(UserError, match="keep the limit of bergen"):
+        ledger.charge(charge_in(2))
+    assert before == (account.path.read_bytes(), ledger.path.read_bytes()) and ledger.used(0, "train") == 1
+
+
 def test_a_run_that_was_added_and_goes_on_is_joined(account):
     account.enter(entry("a" * 32, ("bergen",), evidence=(records(0),)))
-    account.charge([(0, EVENT)])
+    pay(account, [(0, EVENT)])
     account.enter(entry("b" * 32, ("lund",)))
     with pytest.warns(UserNotice, match="lund has records of bergen"):
         account.enter(entry("b" * 32, ("lund",), evidence=(records(0),)))
@@ -515,19 +596,19 @@ def test_a_ledger_that_is_added_again_brings_new_clients(account, tmp_path):
 
 def test_what_is_planned_counts_where_the_end_follows_from_results(account):
     account.enter(entry("a" * 32, ("bergen",), ((EVENT, 10),), whole=True))
-    account.charge([(0, EVENT)])
+    pay(account, [(0, EVENT)])
     assert account.together()[0].epsilon == TIGHT.epsilon([EVENT] * 10, DELTA)
 
 
 def test_clients_of_a_run_that_share_records_count_together(account):
     """Wards of one hospital, and not clients that only have a joined name; the least delta of the holder counts."""
     account.enter(entry("a" * 32, ("bergen", "lund"), evidence=(records(0), records(99)), delta=1e-4))
-    account.charge([(0, EVENT), (1, EVENT)])
+    pay(account, [(0, EVENT), (1, EVENT)])
     with pytest.warns(UserNotice, match="ward 1, ward 2 have records of bergen"):
         account.enter(entry("b" * 32, ("ward 1", "ward 2"), evidence=(records(0), records(4))))
-    account.charge([(0, EVENT), (1, EVENT)])
+    pay(account, [(0, EVENT), (1, EVENT)])
     account.enter(entry("c" * 32, ("oslo", "lund"), evidence=(records(200), records(99))))
-    account.charge([(0, EVENT), (1, EVENT)])
+    pay(account, [(0, EVENT), (1, EVENT)])
     bergen, lund, oslo = sorted(account.holders(), key=lambda one: one.names)
     assert bergen.together.epsilon == TIGHT.epsilon([EVENT] * 3, 1e-4)
     assert (oslo.together.delta, lund.together.delta) == (DELTA, 1e-4)
@@ -535,20 +616,20 @@ def test_clients_of_a_run_that_share_records_count_together(account):
 
 def test_clients_without_names_count_for_everybody_and_are_nobody_in_particular(account):
     account.enter(entry("a" * 32, ("bergen",), evidence=(records(0),)))
-    account.charge([(0, EVENT)])
+    pay(account, [(0, EVENT)])
     account.enter(entry("b" * 32, (NAMELESS,), evidence=(records(50),)))
-    account.charge([(0, EVENT)])
+    pay(account, [(0, EVENT)])
     account.enter(entry("c" * 32, (NAMELESS, NAMELESS), evidence=(records(50), records(0))))
-    account.charge([(0, EVENT), (1, EVENT)])
+    pay(account, [(0, EVENT), (1, EVENT)])
     (bergen,) = [one for one in account.holders() if "bergen" in one.names]
     assert bergen.names == ("bergen",) and bergen.together.runs == 3
     assert bergen.together.epsilon == TIGHT.epsilon([EVENT] * 3, DELTA)
 
 
 def test_a_refusal_names_another_adjacency(account):
-    account.limit("bergen", 1.1 * get_accountant("rdp").epsilon([EVENT], DELTA), DELTA)
+    account.limit("bergen", Limit(1.1 * get_accountant("rdp").epsilon([EVENT], DELTA), DELTA))
     account.enter(entry("a" * 32, ("bergen",), ((EVENT, 1),)))
-    account.charge([(0, EVENT)])
+    pay(account, [(0, EVENT)])
     small = ((GaussianEvent(0.001, 20.0, 1), 1),)
     account.enter(entry("b" * 32, ("bergen",), small))
     with pytest.raises(UserError, match=r"other one, so all runs count as replacement: keep add remove\."):
@@ -558,7 +639,7 @@ def test_a_refusal_names_another_adjacency(account):
 def test_what_the_state_folder_or_a_typo_spoils_is_said(account, monkeypatch, tmp_path):
     account.enter(entry("a" * 32, ("bergen",)))
     with pytest.warns(UserNotice, match="no run of bergn is in the account yet; its data holders are bergen"):
-        account.limit("bergn", 8.0, 1e-5)
+        account.limit("bergn", Limit(8.0, 1e-5))
     account.path.chmod(0o644)
     account.holders()
     assert stat.S_IMODE(account.path.stat().st_mode) == 0o600
@@ -572,15 +653,91 @@ def test_what_the_state_folder_or_a_typo_spoils_is_said(account, monkeypatch, tm
         PrivacyAccount(account.path).holders()
 
 
+def test_a_limit_for_persons_counts_rows_by_group_privacy(account):
+    """A run about records costs a person with four rows what group privacy says: also what was charged before."""
+    own = of_group(EVENT, 4)
+    one, four = (get_accountant("rdp").epsilon([event], DELTA) for event in (EVENT, own))
+    account.enter(entry("a" * 32, ("bergen",), ((EVENT, 1),), rows=4))
+    pay(account, [(0, EVENT)])
+    account.limit("bergen", Limit(1.5 * one, DELTA))
+    (bergen,) = account.holders()
+    assert bergen.together.used < 1 and bergen.together.epsilon == TIGHT.epsilon([EVENT], DELTA)
+    account.limit("bergen", Limit(1.5 * four, DELTA, "add_remove_of_persons"))
+    (bergen,) = account.holders()
+    assert bergen.together.epsilon == get_accountant("pld", "add_remove_of_persons").epsilon([own], DELTA)
+    assert bergen.together.adjacency == bergen.together.limit_adjacency == "add or remove one person of one client"
+    of_persons = entry("b" * 32, ("bergen",), ((EVENT, 1),), adjacency="add_remove_of_persons")
+    account.enter(of_persons)
+    pay(account, [(0, EVENT)])
+    (bergen,) = account.holders()
+    both = get_accountant("pld", "add_remove_of_persons").epsilon([own, EVENT], DELTA)
+    assert bergen.together.epsilon == both and one < both
+    with pytest.raises(UserError, match=r"add or remove one person of one client\), got '1[0-9]{2}\.[0-9]% of it"):
+        account.enter(entry("c" * 32, ("bergen",), ((EVENT, 1),), rows=4))
+
+
+def test_a_limit_for_persons_refuses_records_of_unknown_persons(account):
+    limit = Limit(500.0, DELTA, "add_remove_of_persons")
+    account.limit("bergen", limit)
+    account.enter(entry("a" * 32, ("bergen",), ((EVENT, 1),), rows=1))
+    silent = entry("b" * 32, ("bergen",), ((EVENT, 1),))
+    for request in (account.projected_cost, account.enter):
+        with pytest.raises(UserError, match=r"nobody says how many rows they have'. Set privacy.unit to person, or"):
+            request(silent)
+    account.limit("bergen", dataclasses.replace(limit, rows_per_person=4))
+    account.enter(silent)
+    pay(account, [(0, EVENT)])
+    own = of_group(EVENT, 4)
+    assert account.together()[0].epsilon == get_accountant("pld", "add_remove_of_persons").epsilon([own], DELTA)
+    account.limit("bergen", limit)
+    assert math.isinf(account.together()[0].epsilon) and account.together()[0].used == math.inf
+
+
+@pytest.mark.parametrize(("rows", "counted"), [(None, 3), (2, 3)])
+def test_rows_of_persons_are_counted_in_the_records(runs, rows, counted):
+    """A table that names persons says itself how many rows they have, whatever the operator says."""
+    population = dataclasses.replace(hospitals("bergen"), persons=torch.arange(len(blobs().y)) // 3)
+    population.train_of[0] = torch.arange(0, 60)
+    population.held_out_of[0] = torch.arange(60, 75)
+    options = {"rows_per_person": rows}
+    privacy = PrivacyOptions(epsilon=2.0, delta=DELTA, account=str(runs.account.path), **options)
+    small_loop(population, privacy=privacy, rounds=1, output_dir=runs.folder / "run").run()
+    runs.account.holders()
+    ((record, _),) = runs.account._runs.values()
+    assert record.rows == (counted,)
+
+
+def test_a_limit_under_replacement_counts_all_runs_so(account):
+    account.limit("bergen", Limit(50.0, DELTA, "replace_one"))
+    account.enter(entry("a" * 32, ("bergen",)))
+    pay(account, [(0, EVENT)])
+    together = account.together()[0]
+    replaced = Limit(50.0, DELTA, "replace_one").used([[[line("a", [EVENT])]]])
+    assert together.used == replaced > Limit(50.0, DELTA).used([[[line("a", [EVENT])]]])
+    assert together.limit_adjacency == "replace one record"
+
+
+def test_limits_that_cannot_be_are_refused(account, capsys):
+    for wrong in (("add", None), ("add_remove", 4), ("add_remove_of_persons", 0)):
+        with pytest.raises(UserError, match="must be"):
+            Limit(2.0, 1e-5, *wrong)
+    file = ["--file", str(account.path)]
+    assert main(["--unit", "person", *file]) == 2 and "`--unit` must come with `limit`" in capsys.readouterr().err
+    words = ["limit", "lund", "8", "1e-5", "--unit", "person", "--rows_per_person", "4"]
+    assert main([*words, *file]) == 0 and "8, add or remove one person of one client" in capsys.readouterr().out
+    account.holders()
+    assert account._limits == {"lund": Limit(8.0, 1e-5, "add_remove_of_persons", 4)}
+
+
 def test_filter_has_the_order_of_gaussian_noise_and_refuses_what_it_cannot_keep():
-    one = RenyiFilter(2.0, 1e-5)
+    one = Limit(2.0, 1e-5)
     noises = [8.0 + step / 100 for step in range(300)]
     within = [noise for noise in noises if one.used([[[line("a", [GaussianEvent(1.0, noise, 4)])]]]) <= 1]
     least = min(noise for noise in noises if get_accountant("rdp").epsilon([GaussianEvent(1.0, noise, 4)], 1e-5) <= 2)
     assert min(within) <= least + 0.01, "the best order of one Gaussian release loses nothing"
     for epsilon, delta in ((1e-3, 1e-5), (float("inf"), 1e-5), (1.0, 0.0), (1.0, 1.0)):
         with pytest.raises(UserError, match="must be"):
-            RenyiFilter(epsilon, delta)
+            Limit(epsilon, delta)
 
 
 @pytest.mark.parametrize(
@@ -597,7 +754,7 @@ def test_runs_of_several_adjacencies_compose_under_replacement(account, relation
     event = GaussianEvent(0.1, 2.0, 20)
     for number, relation in enumerate(relations):
         account.enter(entry(str(number) * 32, ("bergen",), adjacency=relation))
-        account.charge([(0, event)])
+        pay(account, [(0, event)])
     (only,) = account.holders()
     assert only.together.epsilon == get_accountant("pld", all_of).epsilon([event, event], DELTA)
     assert ("by another one of the same person; Poisson sampling; PLD" in only.together.cost()) == (
@@ -628,7 +785,7 @@ def test_an_older_a_changed_and_a_missing_file_are_refused_until_accepted(runs, 
             file.write_bytes(content)
         with pytest.raises(
             UserError,
-            match=r"must hold the 10 lines that were written to it.*account accept|must be unchanged, got a line",
+            match=r"must hold the 8 lines that were written to it.*account accept|must be unchanged, got a line",
         ):
             runs.run(population, "run2")
     assert not (runs.folder / "run2" / "ledger.jsonl").exists()
@@ -642,10 +799,10 @@ def test_an_older_a_changed_and_a_missing_file_are_refused_until_accepted(runs, 
 def test_a_line_that_a_crash_interrupted_is_cut_off(account):
     account.enter(entry("a" * 32, ("bergen",)))
     with account.path.open("ab") as file:
-        file.write(b'{"paid": "aaaa')
+        file.write(b'{"charged": "aaaa')
     again = PrivacyAccount(account.path)
     again.enter(entry("b" * 32, ("bergen",)))
-    again.charge([(0, GaussianEvent(0.1, 2.0, 20))])
+    pay(again, [(0, GaussianEvent(0.1, 2.0, 20))])
     assert [one.together.runs for one in PrivacyAccount(account.path).holders()] == [1]
 
 
@@ -653,7 +810,7 @@ def _charge_often(path: Path, run: str) -> None:
     account = PrivacyAccount(path)
     account.enter(entry(run, ("bergen",)))
     for _ in range(25):
-        account.charge([(0, GaussianEvent(0.1, 2.0, 1))])
+        pay(account, [(0, GaussianEvent(0.1, 2.0, 1))])
 
 
 def test_two_at_once_lose_no_charge(account):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import small_loop, small_net
 from dp_accounting import dp_event, pld
+from fakes import pay
 
 from dpfl_lightning.commands.account import main
 from dpfl_lightning.commands.fit import main as fit
@@ -19,6 +20,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.privacy.compose import Limit
 from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount, RunRecord
 from experiments import holders
 
@@ -88,7 +90,7 @@ def test_a_name_in_another_spelling_is_the_same_holder(runs, other):
 
 
 def test_the_first_spelling_is_shown_and_invisible_characters_are_none(runs):
-    runs.account.limit("Straße\u200b ", 8.0, DELTA)
+    runs.account.limit("Straße\u200b ", Limit(8.0, DELTA))
     runs.run({"STRASSE": patients()})
     ((shown,),) = runs.holders()
     assert shown == "Straße\u200b " and runs.command("join", "strasse", "straße") == 0
@@ -308,7 +310,18 @@ def test_many_clients_enter_within_seconds(tmp_path):
     found = population.evidence(runs.account.key)
     names, count = dict(enumerate(population.names)), len(pairs)
     runs.account.enter(
-        RunRecord("a" * 32, "none", "add_remove", "poisson", "pld", names, (DELTA,) * count, ((),) * count, found)
+        RunRecord(
+            "a" * 32,
+            "none",
+            "add_remove",
+            "poisson",
+            "pld",
+            names,
+            (DELTA,) * count,
+            ((),) * count,
+            found,
+            (None,) * count,
+        )
     )
     assert time.process_time() - began < 5 and runs.account.path.stat().st_size < 1000 * 900
     assert len(runs.account.holders()) == 1000
@@ -318,7 +331,7 @@ def test_many_clients_enter_within_seconds(tmp_path):
 def test_names_subsets_and_forms_in_any_order_never_pass_a_limit(runs, seed):
     """All of these runs are on records of one hospital. What they have charged is composed by dp_accounting."""
     rng, limit, table = np.random.default_rng(seed), 3.0, patients(300, seed)
-    runs.account.limit("bergen", limit, DELTA)
+    runs.account.limit("bergen", Limit(limit, DELTA))
     runs.account.enter(entry(runs, {"bergen": table}))
     names = ["bergen", "Bergen", "BERGEN", "haukeland", "Haukeland", "hus", "ward 3"]
     paid, refused = [], 0
@@ -334,7 +347,7 @@ def test_names_subsets_and_forms_in_any_order_never_pass_a_limit(runs, seed):
         scale = {one: (rng.uniform(0, 50), 40.0) for one in features}
         try:
             runs.account.enter(entry(runs, {name: rows}, number, event, features=features, scale=scale))
-            runs.account.charge([(0, event)])
+            pay(runs.account, [(0, event)])
             paid.append(event)
         except UserError as error:
             assert "keep the limit" in str(error) or "know all data holders" in str(error)
@@ -351,7 +364,9 @@ def entry(runs: Runs, tables, number: int = 99, event=None, **options) -> RunRec
     population = runs.population(tables, **options)
     found, planned = population.evidence(runs.account.key), () if event is None else ((event, 1),)
     names = dict(enumerate(population.names))
-    return RunRecord(f"{number:032d}", "none", "add_remove", "poisson", "pld", names, (DELTA,), (planned,), found)
+    return RunRecord(
+        f"{number:032d}", "none", "add_remove", "poisson", "pld", names, (DELTA,), (planned,), found, (None,)
+    )
 
 
 CONFIG = """

@@ -20,7 +20,7 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.accounting.accountant import Rdp, get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, Release
 from dpfl_lightning.privacy.accounting.guarantee import FILTER
-from dpfl_lightning.privacy.compose import Keys, Line, compose
+from dpfl_lightning.privacy.compose import Keys, Limit, Line, compose
 from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount
 from dpfl_lightning.privacy.ledger.file import Charge, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
@@ -270,7 +270,7 @@ def test_what_is_covered_costs_at_most_as_much(relation):
 def test_the_delta_of_a_limit_is_that_of_the_question(answers, tmp_path, capsys):
     answers(QUESTIONS["two deltas"][0])
     account = PrivacyAccount(tmp_path / "account.jsonl")
-    account.limit("bergen", 9.0, 1e-5)
+    account.limit("bergen", Limit(9.0, 1e-5))
     (bergen,) = [one.together for one in account.holders() if "bergen" in one.names]
     folders = [str(folder) for folder in sorted((tmp_path / "runs").iterdir())]
     assert ledger_command([*folders, "--delta", "1e-5", "--json"]) == 0

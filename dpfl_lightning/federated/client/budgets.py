@@ -48,7 +48,7 @@ class Budgets:
         simulated: whether noise follows from a given key. Then a release that a crash interrupted is repeated bit for
             bit, and is not charged twice.
         most_records: see `guarantee`.
-        account: of all runs on the same records; it is charged, too.
+        account: of all runs on the same records, to which the ledger is charged, too.
         unprotected: what every client shows without noise. It is charged first, so that every epsilon is infinite.
 
     **Guarantees** Only planned events are charged, and not more often than planned. Every release is charged, also one
@@ -83,7 +83,7 @@ class Budgets:
         missing = [Charge(i, 0, _SHOWN, event) for event in self._shown for i in clients if event not in paid[i]]
         if missing:
             self._check_ledger(schedule)
-            self._write(missing)
+            ledger.charge(missing)
         self._paid = ledger.payers()  # since the last call of `spent`
 
     def charge_round(self, plan: RoundPlan) -> tuple[RoundPlan, list[int]]:
@@ -129,7 +129,7 @@ class Budgets:
     def record(self, charges: Sequence[Charge]) -> None:
         """Write down charges that were paid elsewhere, see `unrecorded`."""
         self._check_ledger(self.schedule)
-        self._write(charges)
+        self.ledger.charge(charges)
         self._paid.update(charge.client for charge in charges)
 
     def _next(self, client: int, round: int, purpose: str, event: Release) -> Charge:
@@ -162,14 +162,8 @@ class Budgets:
         self._paid.update(charge.client for charge in charges)
         if self._numbers is not None:
             self._numbers.update((charge.client, charge.round) for charge in charges)
-        self._write([charge for charge in charges if not self._is_charged(charge)])
+        self.ledger.charge([charge for charge in charges if not self._is_charged(charge)])
         return [charge.number for charge in charges]
-
-    def _write(self, charges: Sequence[Charge]) -> None:
-        """Charge the account first: what a crash leaves in one of the two counts in the account."""
-        if self.account is not None and charges:
-            self.account.charge([(charge.client, charge.event) for charge in charges])
-        self.ledger.charge(charges)
 
     def change(self, schedule: RunSchedule) -> None:
         """Continue with another solved schedule, which may depend on what was released so far.

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
+
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require
@@ -62,8 +64,17 @@ class DataHolders:
             delta=tuple(schedule.delta for schedule in schedules),
             planned=tuple(once_each(_releases, schedules)),
             evidence=self.population.evidence(account.key),
+            rows=tuple(map(self._most_rows, own)),
             whole=plan.changes_mechanisms or ENDS_BY_RESULTS in plan.caveats,
         )
+
+    def _most_rows(self, client: int) -> int | None:
+        """The most rows of a person: as the records show, or else as the operator says. It stays in the account."""
+        data, stated = self.population, None if self.privacy is None else self.privacy.rows_per_person
+        if data.persons is None or data.rows_per_person is not None:
+            return stated
+        rows = torch.cat([data.train_of[client], data.held_out_of[client]])
+        return int(data.persons[rows].unique(return_counts=True)[1].max())
 
     def _said_of(self, account: PrivacyAccount, together: Mapping[int, CumulativeGuarantee]) -> str:
         client, worst = max(together.items(), key=lambda one: one[1].urgency)

@@ -37,7 +37,6 @@ from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS, SIMULAT
 from dpfl_lightning.privacy.ledger.file import Head, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, check_resumed
 from dpfl_lightning.privacy.noise import Streams
-from dpfl_lightning.runtime.text import counted
 
 T = TypeVar("T")
 
@@ -150,10 +149,7 @@ class LocalClients(DataHolders):
             inside = self.folder.path.resolve() in account.path.resolve().parents
             require(not inside, "privacy.account", "be outside of the run's folder", str(account.path))
             account.enter(self._entry(plan, account, (earlier or header).run, self.folder.ledger_file), ended)
-        self.ledger = Ledger(self.folder.ledger_file, header, checkpoint)
-        if account is not None and earlier is not None and (added := account.reconcile(self.folder.ledger_file)):
-            words = f"the account lacked {counted(added, 'release')} of this run, which it counts from now on"
-            warn_user(f"{words}: {account.path} was changed, or an older copy")
+        self.ledger = Ledger(self.folder.ledger_file, header, checkpoint, account)
         simulated = self.simulated or self.privacy is None
         terms = (
             accountant,
@@ -192,8 +188,6 @@ class LocalClients(DataHolders):
 
     def end(self, finished: bool) -> None:
         self.folder.save_notes(self.engine.counts)
-        if self.budgets.account is not None:  # so that a copy of the ledger is told apart from this one
-            self.budgets.account.reconcile(self.folder.ledger_file)
         if finished:  # nobody needs to compare records any more
             self.folder.forget_data_key()
 

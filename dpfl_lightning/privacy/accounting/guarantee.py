@@ -72,8 +72,8 @@ NOT_COVERED: tuple[str, ...] = (
 class CumulativeGuarantee:
     """What all runs in the account of a data holder reveal together, composed as if one run had planned them.
 
-    `runs` is the number of the others. `limit` is the epsilon that all may have at `limit_delta`, of which the share
-    `used` is used up; None without a limit.
+    `runs` is the number of the others. `limit` is the epsilon that all may have at `limit_delta` if neighbouring data
+    sets are as `limit_adjacency` says; the share `used` of it is used up. They are None without a limit.
     """
 
     runs: int
@@ -84,6 +84,7 @@ class CumulativeGuarantee:
     sampling: str
     limit: float | None = None
     limit_delta: float | None = None
+    limit_adjacency: str | None = None
     used: float | None = None
 
     def words(self) -> str:
@@ -94,13 +95,14 @@ class CumulativeGuarantee:
     def cost(self) -> str:
         """Return epsilon, a limit, delta, what neighbouring data sets are, sampling and accountant, in words.
 
-        >>> print(CumulativeGuarantee(2, 5.5, 0.1, "PLD", "add or remove one record", "full batches", 8.0, 0.1).cost())
-        epsilon 5.5 of a limit of 8, at delta 0.1 (add or remove one record; full batches; PLD)
+        >>> print(CumulativeGuarantee(2, 5.5, 0.1, "PLD", "add or remove one record", "full batches").cost())
+        epsilon 5.5, at delta 0.1 (add or remove one record; full batches; PLD)
         """
         cost = "no bound on epsilon" if math.isinf(self.epsilon) else f"epsilon {at_most(self.epsilon)}"
         if self.limit is not None and self.limit_delta is not None:
             at = "" if self.limit_delta == self.delta else f" at delta {at_most(self.limit_delta)}"
-            cost += f" of a limit of {at_most(self.limit)}{at}"
+            unit = "" if self.limit_adjacency == self.adjacency else f" ({self.limit_adjacency})"
+            cost += f" of a limit of {at_most(self.limit)}{at}{unit}"
         return f"{cost}, at delta {at_most(self.delta)} ({self.adjacency}; {self.sampling}; {self.accountant})"
 
     @property

@@ -27,9 +27,10 @@ from dpfl_lightning.privacy.accounting.guarantee import CumulativeGuarantee
 from dpfl_lightning.privacy.accounting.planned import numbered
 from dpfl_lightning.privacy.compose import (
     ANYBODY,
+    History,
     Keys,
+    Limit,
     Line,
-    RenyiFilter,
     Total,
     compose,
     histories,
@@ -37,20 +38,30 @@ from dpfl_lightning.privacy.compose import (
     relation_of_all,
 )
 from dpfl_lightning.privacy.ledger.evidence import Evidence, Match, matches, named
-from dpfl_lightning.privacy.ledger.file import NO_CHAIN, chain_of, follows, read_header, release_of, sealed
-from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.runtime.files import is_locked, write_text
+from dpfl_lightning.privacy.ledger.file import (
+    NO_CHAIN,
+    Charge,
+    chain_of,
+    charges_of,
+    follows,
+    read_header,
+    release_of,
+    sealed,
+    verify,
+)
+from dpfl_lightning.runtime.files import is_locked, write_all, write_text
 from dpfl_lightning.runtime.strict_json import parsed
 from dpfl_lightning.runtime.text import at_most
 
 Runs = Mapping[str, tuple["RunRecord", Mapping[int, Counter[Release]]]]
 Join = tuple[str, str, Match]  # two names whose records match
 
-VERSION = 2
+VERSION = 3
 AUTO = "auto"  # privacy.account: the user's file for own data, none for public data
 PLACE = "DPFL_ACCOUNT"  # variable of the environment with the path of the user's file
 #: as the holder of clients without names, of whom any may be any
 NAMELESS = "clients without names"
+_PLAIN = ("run", "ledger", "adjacency", "sampling", "accountant", "whole")  # fields of a record
 _MOST_NAMES = 6  # in a sentence
 _WAY_OUT = (
     "Restore the newest copy; or go on with what it holds: `dpfl account accept`, then `dpfl account add RUN ...`."
@@ -75,6 +86,7 @@ class RunRecord:
         delta, planned: of each of these clients, in the same order; `planned` are different releases and their numbers.
         evidence: keyed digests of records of each, which show later that two clients have records in common.
         whole: whether all that is planned counts, because its end or its noise follows from its releases.
+        rows: of each, the most rows of a person that are used, if that is known.
     """
 
     run: str
@@ -86,6 +98,7 @@ class RunRecord:
     delta: tuple[float, ...]
     planned: tuple[tuple[tuple[Release, int], ...], ...]
     evidence: tuple[Evidence, ...]
+    rows: tuple[int | None, ...]
     whole: bool = False
 
 
@@ -104,8 +117,9 @@ class Holder:
 class PrivacyAccount:
     """One file (mode 0600) to which every run on own records appends its charges, synced before anything is computed.
 
-    A charge is counted each time that it is made, so that copies of a run, runs at the same time and runs whose folder
-    is gone are all counted. Every line is linked to the one before. A small file in the user's state directory
+    It has the lines of their ledgers, which are extracts of it. A charge is counted each time that it is made, so that
+    copies of a run, runs at the same time and runs whose folder is gone are all counted. Every line is linked to the
+    one before. A small file in the user's state directory
     remembers the last one: an account that is older, or gone, is refused. Who deletes both is not noticed.
 
     Names are compared without regard to case, spaces around them and invisible characters, and shown as first written.
@@ -143,11 +157,11 @@ class PrivacyAccount:
 
         Raises UserError if the ledger was changed.
         """
-        header, charges = read_header(path), read_ledger(path)
-        assert header is not None  # `read_ledger` has raised otherwise
+        charges: list[Charge] = []
+        header = verify(path, charges.append).header
         everyone = range(len(header.delta)) if header.planned else sorted({charge.client for charge in charges})
         clients, named = list(everyone), bool(header.identity.get("names"))
-        plans = header.planned or ((),) * len(header.delta)
+        plans, rows = header.planned or ((),) * len(header.delta), header.identity.get("privacy.rows_per_person")
         entry = RunRecord(
             run=header.run,
             ledger=str(path.absolute()),
@@ -158,50 +172,59 @@ class PrivacyAccount:
             delta=tuple(header.delta[client] for client in clients),
             planned=tuple(tuple((event, 1) for event in plans[client]) for client in clients),
             evidence=(Evidence(),) * len(clients),
+            rows=(rows if type(rows) is int else None,) * len(clients),
             whole=bool(header.planned),
         )
         with self._locked() as file:
             entry, known = self._spelt(entry), self._runs.get(entry.run)
             if known is None or not entry.holders.keys() <= known[0].holders.keys():
                 self._append(file, [_line_of(entry if known is None else _with_clients(known[0], entry))])
-        original = path if known is None else Path(known[0].ledger)  # whose lines tell apart those of a copy
-        if original != path and original.is_file() and (other := read_header(original)) and other.run == entry.run:
-            self.reconcile(original, entry.run)
-        return self.reconcile(path, entry.run)
+        return self.reconcile(path)[0]
 
-    def reconcile(self, path: Path, run: str | None = None) -> int:
-        """Add what the ledger of a run (the current one) holds and the account lacks; return how many releases.
+    def reconcile(self, path: Path) -> tuple[int, list[bytes]]:
+        """Add the lines of a run's ledger that the account lacks.
 
-        Lines of copies of the ledger that were settled before are known, so that what each copy released counts.
+        Returns:
+            How many releases were lacking; and the lines of the account that go on where the ledger ends, because a
+            crash came between the two, or a copy of the ledger went on.
         """
-        run = self._current.run if run is None else run
-        charges = read_ledger(path)
-        with open(path, "rb") as lines:
-            chains = [chain_of(line)[:16] for line in lines][1 : len(charges) + 1]
+        lines = path.read_bytes().splitlines(keepends=True)
+        header, end = read_header(path), chain_of(lines[-1])
+        assert header is not None  # its run has entered
         with self._locked() as file:
-            entry, has = self._runs[run]
-            new = {
-                chain: (charge.client, charge.event)
-                for chain, charge in zip(chains, charges, strict=True)
-                if chain not in self._settled.get(run, {}) and charge.client in entry.holders
-            }
-            every = Counter([*self._settled.get(run, {}).values(), *new.values()])
-            lacks = every - Counter({(client, event): n for client, one in has.items() for event, n in one.items()})
-            missing = list(lacks.elements())
-            self._append(file, [*_settled_lines(run, new), *_paid_lines(run, missing)])
-        return len(missing)
+            known, (entry, _) = self._chains_of[header.run], self._runs[header.run]
+            new = [line for line in lines[1:] if chain_of(line) not in known]
+            count = sum(charge.client in entry.holders for line in new for charge in charges_of(parsed(line)))
+            self._append(file, _charged_lines(entry.run, new))
+            return count, self._lines_after(file, entry.run, end)
 
-    def charge(self, charges: Iterable[tuple[int, Release]]) -> None:
-        """Write down what clients of the run are about to release. Raises UserError if that would exceed a limit."""
+    def _lines_after(self, file: FileIO, run: str, chain: str) -> list[bytes]:
+        """Return the lines of a ledger, in the account, that go on from this chain; of several copies, the first."""
+        found: list[bytes] = []
+        if next(reversed(self._chains_of[run]), chain) == chain:
+            return found
+        file.seek(0)
+        for line in (file.read() or b"").splitlines(keepends=True):
+            content = parsed(line)
+            for fields in content["lines"] if content.get("charged") == run else ():
+                if follows(one := json.dumps(fields).encode() + b"\n", chain):
+                    found.append(one)
+                    chain = chain_of(one)
+        return found
+
+    def charge(self, charges: Sequence[Charge], lines: Sequence[bytes]) -> None:
+        """Write down what clients of the run are about to release, and the lines of its ledger that say so.
+
+        Raises UserError, and writes nothing, if that would exceed a limit.
+        """
         entry = self._current
-        counts = Counter((client, event) for client, event in charges if client in entry.holders)
+        counts = Counter((charge.client, charge.event) for charge in charges if charge.client in entry.holders)
         with self._locked() as file:
-            if entry.run not in self._runs:
-                self._append(file, [*self._evidence_lines(entry), _line_of(entry)])
-            within = self._within == len(self._chains) and self._plans(entry, counts)
+            new = [] if entry.run in self._runs else [*self._evidence_lines(entry), _line_of(entry)]
+            within = not new and self._within == len(self._chains) and self._plans(entry, counts)
             if not within:
                 self._check(entry, counts)
-            self._append(file, _paid_lines(entry.run, list(counts.elements())))
+            self._append(file, [*new, *_charged_lines(entry.run, lines)])
             self._within = len(self._chains) if within else -1
 
     def together(self, planned: bool = False) -> dict[int, CumulativeGuarantee]:
@@ -245,11 +268,10 @@ class PrivacyAccount:
             groups = [self._group(name) for name in (self._limits if nameless else record.holders.values())]
             return sorted({min(group) for group in groups if self._limits_of(group)})
 
-    def limit(self, holder: str, epsilon: float, delta: float) -> None:
-        """Set the limit on all runs on the records of a holder. Raises UserError if it is out of range."""
-        RenyiFilter(epsilon, delta)
+    def limit(self, holder: str, limit: Limit) -> None:
+        """Set the limit on all runs on the records of a holder."""
         with self._locked() as file:
-            self._append(file, [{"limit": [holder, epsilon, delta]}])
+            self._append(file, [{"limit": holder, **vars(limit)}])
             known = self._names()
         if known and self._name(holder) not in known:
             warn_user(f"no run of {holder} is in the account yet; its data holders are {', '.join(sorted(known))}")
@@ -339,11 +361,12 @@ class PrivacyAccount:
                         sampling=entry.sampling,
                         accountant=entry.accountant,
                         planned=tuple(plan) if entry.whole else None,
+                        rows_per_person=_most([entry.rows[place] for place in of_one]),
                     )
                     lines.append(line)
         return lines
 
-    def _limits_of(self, group: Collection[str]) -> list[tuple[float, float]]:
+    def _limits_of(self, group: Collection[str]) -> list[Limit]:
         return [self._limits[name] for name in group if name in self._limits]
 
     def _cumulative(
@@ -352,19 +375,20 @@ class PrivacyAccount:
         """Return what holds for each group of names beside the run `own`: at the delta of its limit, if it has one."""
         lines = self._lines(planned, runs)
         limits = [self._tightest(group, lines) for group in groups]
-        totals: dict[tuple[Keys, float | None], Total] = {}
-        deltas = [None if limit is None else limit[2] for limit in limits]
-        for delta in dict.fromkeys(deltas):
-            asked = [_keys(group) for group, at in zip(groups, deltas, strict=True) if at == delta]
-            totals |= {(keys, delta): total for keys, total in compose(lines, delta, of=asked).items()}
-        each = zip(groups, deltas, limits, strict=True)
-        return [totals[_keys(group), delta].beside(own, limit) for group, delta, limit in each]
+        totals: dict[tuple[Keys, Limit | None], Total] = {}
+        for limit in dict.fromkeys(limit for limit, _ in limits):
+            asked = [_keys(group) for group, (at, _) in zip(groups, limits, strict=True) if at == limit]
+            own_lines = lines if limit is None else [limit.in_its_unit(line) for line in lines]
+            delta = None if limit is None else limit.delta
+            totals |= {(keys, limit): total for keys, total in compose(own_lines, delta, of=asked).items()}
+        each = zip(groups, limits, strict=True)
+        return [totals[_keys(group), limit].beside(own, limit, used) for group, (limit, used) in each]
 
-    def _tightest(self, group: Keys, lines: Sequence[Line]) -> tuple[float, float, float] | None:
-        """Return the share that is used of the limit of which most is used, and this limit; None without one."""
-        limits = self._limits_of(group)
-        each = histories(lines, [_keys(group)])[_keys(group)] if limits else []
-        return max(((RenyiFilter(*limit).used(each), *limit) for limit in limits), default=None)
+    def _tightest(self, group: Keys, lines: Sequence[Line]) -> tuple[Limit | None, float | None]:
+        """Return the limit of which most is used, and the share that is used; None without one."""
+        limits, keys = self._limits_of(group), _keys(group)
+        each = [(limit, limit.used(_history(keys, lines, limit))) for limit in limits]
+        return max(each, key=itemgetter(1), default=(None, None))
 
     def _admit(self, file: FileIO, entry: RunRecord, joins: Sequence[Join]) -> None:
         """Raise UserError unless the plan of a run keeps all limits and they know its names.
@@ -430,20 +454,22 @@ class PrivacyAccount:
         planned = set() if charges else {entry.run, *others}
         lines = self._lines(planned, {**self._runs, entry.run: (entry, paid)})
         for group in limited:
-            found = self._tightest(group, lines)
-            if found is not None and found[0] > 1:
-                used, epsilon, delta = found
-                rest = [line for line in lines if line.run != entry.run]
-                before = histories(rest, [_keys(group)])[_keys(group)]
-                known = [line.adjacency for history in before for run in history for line in run if line.costs]
-                share = RenyiFilter(epsilon, delta).used(before)
-                must = f"keep the limit of {_named(group)}, epsilon {at_most(epsilon)} at delta {at_most(delta)}"
-                got = f"{used:.1%} of it (Renyi filter), {share:.1%} without this run"
-                advice = f"Plan a smaller privacy.epsilon or fewer rounds. See `dpfl account{self._in_commands()}`."
-                if known and relation_of_all([*known, entry.adjacency]) != relation_of_all(known):
-                    same = known[-1].replace("_", " ")
-                    advice = f"Its unit or adjacency is another one, so all runs count as replacement: keep {same}."
-                require(False, "privacy.account", must, got, advice)
+            limit, used = self._tightest(group, lines)
+            if limit is None or used is None or used <= 1:
+                continue
+            rest = _history(_keys(group), [line for line in lines if line.run != entry.run], limit)
+            known = [line.adjacency for history in rest for run in history for line in run if line.costs]
+            at = f"epsilon {at_most(limit.epsilon)} at delta {at_most(limit.delta)} ({limit.words})"
+            must = f"keep the limit of {_named(group)}, {at}"
+            got = f"{used:.1%} of it (Renyi filter), {limit.used(rest):.1%} without this run"
+            advice = f"Plan a smaller privacy.epsilon or fewer rounds. See `dpfl account{self._in_commands()}`."
+            if not all(limit.knows_rows(line) for line in lines if line.run == entry.run):
+                got = "records of persons of whom nobody says how many rows they have"
+                advice = "Set privacy.unit to person, or privacy.rows_per_person to the most rows of a person."
+            elif known and relation_of_all([*known, entry.adjacency]) != relation_of_all(known):
+                same = known[-1].replace("_", " ")
+                advice = f"Its unit or adjacency is another one, so all runs count as replacement: keep {same}."
+            require(False, "privacy.account", must, got, advice)
 
     def _plans(self, entry: RunRecord, charges: Mapping[tuple[int, Release], int]) -> bool:
         """Return whether a run plans these charges beside those that it has paid for."""
@@ -522,12 +548,12 @@ class PrivacyAccount:
         self._runs: dict[str, tuple[RunRecord, dict[int, Counter[Release]]]] = {}
         self._same: dict[str, frozenset[str]] = {}  # name -> all names of its holder
         self._declared: dict[str, frozenset[str]] = {}  # those of them that the operator has joined
-        self._limits: dict[str, tuple[float, float]] = {}
+        self._limits: dict[str, Limit] = {}
         self._new: set[str] = set()  # names that the operator has declared new
         self._written: dict[str, str] = {}  # name as it is compared -> as it was first written
         self._seen_evidence: dict[str, Evidence] = {"": Evidence()}
         self._refused: dict[tuple[str, Evidence], None] = {}  # names and evidence of runs that were refused
-        self._settled: dict[str, dict[str, tuple[int, Release]]] = {}  # run -> chain of a ledger's line -> charge
+        self._chains_of: dict[str, dict[str, None]] = {}  # run -> chains of the lines of its ledger
         self._key = b""
 
     def _read(self, file: FileIO, accept: bool) -> None:
@@ -571,19 +597,18 @@ class PrivacyAccount:
         elif "run" in content:
             entry = self._entry_of(content)
             paid = self._runs[entry.run][1] if entry.run in self._runs else {}
+            self._chains_of.setdefault(entry.run, {})
             self._runs[entry.run] = entry, {**{client: Counter() for client in entry.holders}, **paid}
-        elif "paid" in content:
-            paid = self._runs[content["paid"]][1]
-            for fields, clients in content["releases"]:
-                for client in clients:
-                    paid[client][release_of(fields)] += 1
+        elif "charged" in content:
+            paid, chains = self._runs[content["charged"]][1], self._chains_of[content["charged"]]
+            for fields in content["lines"]:
+                chains[fields["chain"]] = None
+                for charge in charges_of(fields):
+                    if charge.client in paid:
+                        paid[charge.client][charge.event] += 1
         elif "limit" in content:
-            holder, epsilon, delta = content["limit"]
-            self._limits[self._as_first_written(holder)] = epsilon, delta
-        elif "settled" in content:
-            known = self._settled.setdefault(content["settled"], {})
-            for fields, lines in content["lines"]:
-                known |= {chain: (client, release_of(fields)) for client, chain in lines}
+            limit = Limit(**{name: content[name] for name in Limit.__dataclass_fields__})
+            self._limits[self._as_first_written(content["limit"])] = limit
         elif "refused" in content:
             pairs = [(self._as_first_written(name), self._seen_evidence[one]) for name, one in content["refused"]]
             self._refused |= dict.fromkeys(pairs)
@@ -605,9 +630,10 @@ class PrivacyAccount:
     def _entry_of(self, content: Mapping[str, Any]) -> RunRecord:
         planned = [tuple((release_of(fields), count) for fields, count in plan) for plan in content["planned"]]
         return RunRecord(
-            **{name: content[name] for name in ("run", "ledger", "adjacency", "sampling", "accountant", "whole")},
+            **{name: content[name] for name in _PLAIN},
             holders={client: self._as_first_written(name) for client, name in content["holders"]},
             delta=tuple(content["delta"]),
+            rows=tuple(content["rows"]),
             planned=tuple(planned[place] for place in content["plan_of"]),
             evidence=tuple(self._seen_evidence[name] for name in content["evidence"]),
         )
@@ -624,9 +650,7 @@ class PrivacyAccount:
             return
         try:
             file.truncate(self._size)
-            rest = memoryview(b"".join(lines))
-            while rest:
-                rest = rest[file.write(rest) :]
+            write_all(file, lines)
             os.fsync(file.fileno())
         except OSError as error:
             self._forget()  # what is on disk is unknown
@@ -660,9 +684,20 @@ def _named(group: Collection[str]) -> str:
     return " or ".join(sorted(group))
 
 
+def _most(rows: Sequence[int | None]) -> int | None:
+    """Return the most rows of a person in clients that share records; None if one of them is not known."""
+    known = [one for one in rows if one is not None]
+    return max(known) if len(known) == len(rows) else None
+
+
 def _keys(group: Keys) -> Keys:
     """Return what identifies a group of names; nothing does if its clients have none."""
     return group - {NAMELESS}
+
+
+def _history(keys: Keys, lines: Iterable[Line], limit: Limit) -> list[History]:
+    """Return what a holder may have released, as its limit counts it."""
+    return histories(map(limit.in_its_unit, lines), [keys])[keys]
 
 
 def _unite(groups: dict[str, frozenset[str]], one: str, other: str) -> None:
@@ -702,7 +737,7 @@ def _with_clients(entry: RunRecord, other: RunRecord) -> RunRecord:
     new = [place for place, client in enumerate(other.holders) if client not in entry.holders]
     joined: dict[str, Any] = {
         name: (*getattr(entry, name), *(getattr(other, name)[place] for place in new))
-        for name in ("delta", "planned", "evidence")
+        for name in ("delta", "planned", "evidence", "rows")
     }
     named = list(other.holders.items())
     return replace(entry, holders={**entry.holders, **dict(named[place] for place in new)}, **joined)
@@ -711,26 +746,14 @@ def _with_clients(entry: RunRecord, other: RunRecord) -> RunRecord:
 def _line_of(entry: RunRecord) -> dict[str, Any]:
     different, places = numbered(entry.planned)
     planned = [[[event.as_dict(), count] for event, count in plan] for plan in different]
-    names = ("run", "ledger", "adjacency", "sampling", "accountant", "delta", "whole")
-    fields: dict[str, Any] = {name: getattr(entry, name) for name in names}
+    fields: dict[str, Any] = {name: getattr(entry, name) for name in (*_PLAIN, "delta", "rows")}
     fields["evidence"] = [one.name for one in entry.evidence]
     return {**fields, "holders": [*entry.holders.items()], "planned": planned, "plan_of": places}
 
 
-def _paid_lines(run: str, charges: Sequence[tuple[int, Release]]) -> list[dict[str, Any]]:
-    """Return one line for the charges, in which each different release is written once."""
-    clients: dict[Release, list[int]] = {}
-    for client, event in charges:
-        clients.setdefault(event, []).append(client)
-    return [{"paid": run, "releases": [[event.as_dict(), who] for event, who in clients.items()]}] if clients else []
-
-
-def _settled_lines(run: str, charges: Mapping[str, tuple[int, Release]]) -> list[dict[str, Any]]:
-    """Return one line for the lines of a ledger, by their chains."""
-    lines: dict[Release, list[tuple[int, str]]] = {}
-    for chain, (client, event) in charges.items():
-        lines.setdefault(event, []).append((client, chain))
-    return [{"settled": run, "lines": [[event.as_dict(), of_it] for event, of_it in lines.items()]}] if lines else []
+def _charged_lines(run: str, lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Return one line for lines of the ledger of a run, as they are there."""
+    return [{"charged": run, "lines": [parsed(line) for line in lines]}] if lines else []
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,8 +10,9 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from dpfl_lightning.privacy.accounting.events import Release, event_of
 from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.strict_json import parsed
 
-VERSION = 2
+VERSION = 3
 _DIGITS = re.compile("[0-9a-f]{32}")  # of a run's name, and of a chain
+_SALT = re.compile("[0-9a-f]{16}")
 _MOST_CLIENTS = 10_000_000
 NO_CHAIN = "0" * 32  # chain before the first line
 _TAIL = len(f', "chain": "{NO_CHAIN}"}}\n')
@@ -154,9 +156,10 @@ def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head]
                             "new run."
                         )
             else:
-                charge = _charge(path, lines, line, len(header.delta))
-                late += [charge.client] if lines > head.lines else []
-                take(charge)
+                charges = _charges(path, lines, line, len(header.delta))
+                late += [charge.client for charge in charges] if lines > head.lines else []
+                for charge in charges:
+                    take(charge)
             for source, known_head in heads.items():
                 if lines == known_head.lines and chain != known_head.chain:
                     reason = f"a chain that differs from that in {source}: this line or an earlier one was rewritten"
@@ -177,9 +180,9 @@ def verify(path: Path, take: Callable[[Charge], None], known: Mapping[str, Head]
     late_lines, clients = lines + torn.count(b"\n") - head.lines, len(header.delta)
     if late_lines > clients or len(set(late)) < len(late):
         raise UserError(
-            f"`{path}` must have at most one line for each of {clients} clients after the {head.lines} that "
-            f"`{head_file(path).name}` counts, because a crash interrupts one charge, got {late_lines}: lines were "
-            f"appended, or the head is an older one. {CHANGED}"
+            f"`{path}` must have at most one charge of each of {clients} clients after the {head.lines} lines that "
+            f"`{head_file(path).name}` counts, because a crash interrupts one charge, got {late_lines} lines: some "
+            f"were appended, or the head is an older one. {CHANGED}"
         )
     return Verified(header, Head(header.run, lines, chain), head, size, len(torn))
 
@@ -201,17 +204,46 @@ def header_line(header: Header) -> bytes:
 
 
 def charge_lines(charges: Sequence[Charge], chain: str) -> Iterator[bytes]:
-    """Yield the lines of these charges, after a line with this chain.
+    """Yield lines for these charges, after a line with this chain: one for all clients with equal charges.
 
     Each has a random salt: a copy of the ledger that goes on for itself has another chain, though it pays for the same.
     """
-    for charge in charges:
-        place = f'"client": {charge.client}, "round": {charge.round}, "number": {charge.number}'
-        body = f'{{{place}, "purpose": {json.dumps(charge.purpose)}, "event": {_event_json(charge.event)}'
+    clients: dict[tuple[int, int, str, Release], list[int]] = {}
+    for one in sorted(charges, key=attrgetter("number")):
+        clients.setdefault((one.round, one.number, one.purpose, one.event), []).append(one.client)
+    for (round, number, purpose, event), who in clients.items():
+        place = f'"round": {round}, "number": {number}, "clients": {json.dumps(spans(who))}'
+        body = f'{{{place}, "purpose": {json.dumps(purpose)}, "event": {_event_json(event)}'
         body += f', "salt": "{secrets.token_hex(8)}"'
         line = sealed(body.encode(), chain)
         chain = chain_of(line)
         yield line
+
+
+def spans(numbers: Iterable[int]) -> list[int | list[int]]:
+    """Return different numbers, ascending, with [first, last] for three and more in a row.
+
+    >>> spans([7, 1, 3, 2, 9])
+    [[1, 3], 7, 9]
+    """
+    found: list[int | list[int]] = []
+    for _, group in itertools.groupby(enumerate(sorted(numbers)), key=lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        found += [[run[0], run[-1]]] if len(run) > 2 else run
+    return found
+
+
+def numbers_of(found: object, end: int) -> list[int]:
+    """Return the numbers below `end` in the result of `spans`. Raises ValueError or TypeError if it is none."""
+    if not isinstance(found, list):
+        raise TypeError(found)
+    ranges = [one if isinstance(one, list) and len(one) == 2 else [one, one] for one in found]
+    edges = list(itertools.chain(*ranges))
+    if not all(map(_is_count, edges)) or any(first > last for first, last in ranges) or not ranges:
+        raise ValueError(found)
+    if any(one[1] >= other[0] for one, other in itertools.pairwise(ranges)) or edges[-1] >= end:
+        raise ValueError(found)
+    return [number for first, last in ranges for number in range(first, last + 1)]
 
 
 def chain_of(line: bytes) -> str:
@@ -338,24 +370,24 @@ def _real(value: Any) -> float:
     return float(value)
 
 
-def _charge(path: Path, number: int, line: bytes, clients: int) -> Charge:
+def _charges(path: Path, number: int, line: bytes, clients: int) -> list[Charge]:
+    """Return the charges in a line, one for each client."""
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-        charge = _charge_of(parsed(line))
-        counts = charge.client, charge.round, charge.number
-        if (
-            all(map(_is_count, counts))
-            and type(charge.purpose) is str
-            and charge.purpose.isprintable()
-            and charge.client < clients
-        ):
-            return charge
+        return charges_of(parsed(line), clients)
     raise _changed(path, number, f"an invalid charge: {line[:80]!r}")
 
 
-def _charge_of(fields: dict[str, Any]) -> Charge:
-    for name in ("chain", "salt"):
-        fields.pop(name, None)
-    return Charge(event=release_of(fields.pop("event")), **fields)
+def charges_of(fields: Mapping[str, Any], clients: int = _MOST_CLIENTS) -> list[Charge]:
+    """Return the charges in the fields of a line. Raises KeyError, TypeError or ValueError if they are none."""
+    round, number, purpose, event = (fields[name] for name in ("round", "number", "purpose", "event"))
+    if fields.keys() != {"round", "number", "clients", "purpose", "event", "salt", "chain"}:
+        raise KeyError(fields)
+    if not _SALT.fullmatch(fields["salt"]):
+        raise ValueError(fields)
+    if not (_is_count(round) and _is_count(number) and type(purpose) is str and purpose.isprintable()):
+        raise ValueError(fields)
+    release = release_of(event)
+    return [Charge(client, round, purpose, release, number) for client in numbers_of(fields["clients"], clients)]
 
 
 def release_of(fields: dict[str, Any]) -> Release:

@@ -1,5 +1,7 @@
 """The append-only record of what each client has released: the only source of spent epsilons."""
 
+from __future__ import annotations
+
 import fcntl
 import os
 import time
@@ -8,14 +10,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dpfl_lightning.errors import UserError, require, shortened
+from dpfl_lightning.errors import UserError, require, shortened, warn_user
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES
 from dpfl_lightning.privacy.ledger import file as ledger_file
 from dpfl_lightning.privacy.ledger.file import Charge, Head, Header
-from dpfl_lightning.runtime.files import sync_folder
+from dpfl_lightning.runtime.files import sync_folder, write_all
+from dpfl_lightning.runtime.strict_json import parsed
+from dpfl_lightning.runtime.text import counted
+
+if TYPE_CHECKING:
+    from dpfl_lightning.privacy.ledger.account import PrivacyAccount
 
 _sync = getattr(os, "fdatasync", os.fsync)  # it also syncs a file's new length; not every system has it
 
@@ -26,12 +33,16 @@ class Ledger:
     The lines of an interrupted run enter the head by `accept` only, because somebody may have appended some of them.
     A completed charge is on disk: a crash afterwards never under-reports. Nothing was released for an incomplete last
     line, which is cut off; a complete line that the head does not count yet counts as paid. `ledger_file.verify`
-    describes further guarantees. The file holds public facts, and keyed digests of private records: it may be shown to
-    others. Raises UserError if another process writes it, it was changed, or it belongs to another run.
+    describes further guarantees. With an `account`, which the run has entered, every line is first written there: the
+    file is then an extract of the account, and what a crash or a copy left out of it is appended when it is opened.
+    The file holds public facts, and keyed digests of private records: it may be shown to others. Raises UserError if
+    another process writes it, it was changed, or it belongs to another run.
     """
 
-    def __init__(self, path: Path, header: Header, checkpoint: Head | None = None) -> None:
-        self.path = path
+    def __init__(
+        self, path: Path, header: Header, checkpoint: Head | None = None, account: PrivacyAccount | None = None
+    ) -> None:
+        self.path, self._account = path, account
         self._files = ExitStack()
         self._file = self._files.enter_context(_locked(path))
         self._paid: defaultdict[int, dict[str, list[Release]]] = defaultdict(dict)
@@ -48,11 +59,17 @@ class Ledger:
             raise
 
     def charge(self, charges: Sequence[Charge]) -> None:
-        """Write the charges and sync. A failed write closes the ledger, whose state on disk is then unknown."""
+        """Write the charges and sync. A failed write closes the ledger, whose state on disk is then unknown.
+
+        Raises UserError, and writes nothing, if they exceed a limit of the account.
+        """
         if not charges:
             return
+        lines = list(ledger_file.charge_lines(charges, self.head.chain))
+        if self._account is not None:
+            self._account.charge(charges, lines)
         try:
-            self._append(list(ledger_file.charge_lines(charges, self.head.chain)))
+            self._append(lines)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
@@ -116,12 +133,25 @@ class Ledger:
         self._open_head()
         self._file.truncate(verified.size)
         self._is_accepted = verified.head == verified.end
+        if self._account is not None:
+            self._follow(self._account)
+
+    def _follow(self, account: PrivacyAccount) -> None:
+        """Bring the file and the account together: each gets the lines of this run that only the other has."""
+        added, behind = account.reconcile(self.path)
+        if added:
+            words = f"the account lacked {counted(added, 'release')} of this run, which it counts from now on"
+            warn_user(f"{words}: {account.path} was changed, or an older copy")
+        for line in behind:
+            for charge in ledger_file.charges_of(parsed(line)):
+                self._remember(charge)
+        if behind:
+            self._append(behind)
+            self._is_accepted = False  # nobody has compared them with the plan
 
     def _append(self, lines: Sequence[bytes]) -> None:
         """Write the lines to disk, and then the head."""
-        rest = memoryview(b"".join(lines))
-        while rest:
-            rest = rest[self._file.write(rest) :]
+        write_all(self._file, lines)
         _sync(self._file.fileno())
         self.head = Head(self.head.run, self.head.lines + len(lines), ledger_file.chain_of(lines[-1]))
         self._write_head()
