@@ -19,7 +19,8 @@ from pandas import DataFrame
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserNotice
-from dpfl_lightning.privacy.ledger.account import PrivacyAccount, RunRecord
+from dpfl_lightning.privacy.ledger.account import PrivacyAccount
+from dpfl_lightning.privacy.ledger.account_file import RunRecord
 from dpfl_lightning.privacy.ledger.evidence import CONTAINMENT, MIN_SHARED, MOST_CHANCE
 from experiments.pages import RESULTS, markdown, written
 

@@ -1,6 +1,9 @@
 """A run that is killed at random moments, in separate processes, and the releases that an onlooker keeps."""
 
+import contextlib
 import dataclasses
+import itertools
+import math
 import multiprocessing
 import os
 import random
@@ -25,10 +28,17 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.loop import FederatedLoop
+from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.privacy.ledger.account import PrivacyAccount
+from dpfl_lightning.privacy.ledger.account_file import RunRecord
+from dpfl_lightning.privacy.ledger.evidence import Evidence
+from dpfl_lightning.privacy.ledger.file import Charge, Header, read_header
+from dpfl_lightning.privacy.ledger.ledger import Ledger
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 BUDGETS, DELTA = (4.0, 6.0, 8.0, 10.0), 1e-3
 RATE = 0.3
+WRITTEN, OTHER = GaussianEvent(0.1, 2.0, 10), GaussianEvent(0.2, 2.0, 5)
 
 
 class Onlooker(Strategy, Callback):
@@ -168,3 +178,42 @@ def killed(
             else:
                 run.releases[start, round] = torch.load(path, weights_only=True)
     return run
+
+
+def charging(folder: Path, number: int, told: Connection) -> None:
+    """Charge the run `number` to its ledger and the account of all, round after round, and tell each that is done."""
+    path, account = folder / str(number) / "ledger.jsonl", PrivacyAccount(folder / "account.jsonl")
+    path.parent.mkdir(exist_ok=True)
+    names, count = {"names": ["bergen", f"ward {number}"]}, 2
+    begun = read_header(path) if path.exists() else None
+    header = begun or Header("pld", "add_remove", "poisson", (DELTA,) * count, (math.inf,) * count, identity=names)
+    holders = dict(enumerate(names["names"]))
+    rest = (DELTA,) * count, ((),) * count, (Evidence(),) * count, (None,) * count
+    account.enter(RunRecord(header.run, str(path), "add_remove", "poisson", "pld", holders, *rest))
+    ledger = Ledger(path, header, account=account)
+    ledger.accept()
+    told.send("ready")
+    for round in itertools.count(max(ledger.rounds(0), default=0) + 1):
+        ledger.charge([Charge(0, round, "train", WRITTEN), Charge(1, round, "train", OTHER)])
+        told.send(round)
+
+
+class Writer:
+    """A process that is `charging`, until it is killed."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self._told, theirs = multiprocessing.Pipe(duplex=False)
+        self._process = forking().Process(target=charging, args=(folder, number, theirs))
+        self._process.start()
+        theirs.close()
+        assert self._told.recv() == "ready"
+
+    def kill(self) -> int:
+        """The last round whose charge was told; 0 for none."""
+        self._process.kill()
+        self._process.join()
+        last = 0
+        with contextlib.suppress(EOFError):
+            while True:
+                last = self._told.recv()
+        return last

@@ -22,7 +22,7 @@ _ABOUT = (
     "runs above that, though later ones are chosen after earlier results; with a limit, a run with an unknown name is "
     "refused. --unit, --adjacency and --rows_per_person say what it protects. new HOLDER: a name is of a holder of "
     "whom the account has no records. join HOLDER HOLDER: two names are one holder. add RUN ...: count runs that were "
-    "made elsewhere. accept: go on with an older file than was seen last."
+    "made elsewhere, or all runs of another account. accept: go on with an older file than was seen last."
 )
 _USAGE = "[VERB WORD ...] [FLAGS]"
 _EXAMPLES = (
@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--file", metavar="FILE", help="the account (default: that of privacy.account auto)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     flags = parser.parse_args(argv)
-    from dpfl_lightning.privacy.ledger.account import PrivacyAccount, users_file
+    from dpfl_lightning.privacy.ledger.account import PrivacyAccount
+    from dpfl_lightning.privacy.ledger.account_file import users_file
 
     count = _COUNTS.get(flags.verb, max(len(flags.words), 1))
     require(len(flags.words) == count, f"account {flags.verb}".strip(), _needs(count), flags.words, "See --help.")
@@ -98,10 +99,13 @@ def _number(word: str) -> float:
 
 
 def _add(account: PrivacyAccount, runs: Sequence[str]) -> None:
+    from dpfl_lightning.privacy.ledger.account_file import is_account
     from dpfl_lightning.privacy.ledger.verify import ledger_of
 
-    for path in map(ledger_of, runs):
-        print(f"{path}: {counted(account.add(path), 'release')} added")
+    for name in runs:
+        other = is_account(Path(name))
+        path = Path(name) if other else ledger_of(name)
+        print(f"{path}: {counted(account.merge(path) if other else account.add(path), 'release')} added")
 
 
 def _as_dict(account: PrivacyAccount, holders: Sequence[Holder]) -> dict[str, object]:

@@ -13,7 +13,8 @@ from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import noised_steps
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS
-from dpfl_lightning.privacy.ledger.account import PrivacyAccount, users_file
+from dpfl_lightning.privacy.ledger.account import PrivacyAccount
+from dpfl_lightning.privacy.ledger.account_file import users_file
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
 from dpfl_lightning.privacy.ledger.verify import Composed, VerifiedLedger, ledger_of, read
 from dpfl_lightning.privacy.sampling import SAMPLERS, weakest

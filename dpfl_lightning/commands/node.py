@@ -266,7 +266,8 @@ def _counts_sent(ledger: Path) -> tuple[str, ...]:
 
 def _in_account(name: str) -> list[str]:
     """Return what all runs on the records of this site cost together, with simulations on this machine."""
-    from dpfl_lightning.privacy.ledger.account import PrivacyAccount, users_file
+    from dpfl_lightning.privacy.ledger.account import PrivacyAccount
+    from dpfl_lightning.privacy.ledger.account_file import users_file
 
     holders = PrivacyAccount(users_file()).holders() if users_file().is_file() else []
     return [

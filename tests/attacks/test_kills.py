@@ -4,16 +4,19 @@ import itertools
 import os
 import random
 import time
+from collections import Counter
 
 import pytest
 import torch
 from attack_tools import independent, noise_apart, overspent
 from conftest import FIXED_KEY
-from killed_runs import BUDGETS, DELTA, RATE, Killed, killed, loop_of, timed_run
+from killed_runs import BUDGETS, DELTA, OTHER, RATE, WRITTEN, Killed, Writer, killed, loop_of, timed_run
 from search.test_two_commands import TRIALS, Command, small_fashion  # noqa: F401
 
 from dpfl_lightning.build import ENGINES
-from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.privacy.ledger.account import PrivacyAccount
+from dpfl_lightning.privacy.ledger.file import read_header
+from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
 from dpfl_lightning.strategies import STRATEGIES
 
 pytestmark = pytest.mark.e2e
@@ -97,6 +100,39 @@ def lost_at_most_the_broken_round(found: Killed) -> None:
     for start, round in found.told:
         again = [later for later, same in found.releases if later > start and same == round]
         assert not again, f"round {round} was complete at start {start}, and is trained again at start {again[0]}"
+
+
+KILLS_OF_WRITERS = int(os.environ.get("DPFL_KILLS", 10))  # the full count is 200
+
+
+@pytest.mark.e2e
+def test_account_and_ledgers_of_killed_writers_say_the_same(tmp_path):
+    """Three runs charge one account at once, and are killed within their writes: each charge that was told is there.
+
+    Every charge is in the account once, and after the end in the ledger of its run, too.
+    """
+    moments, told = random.Random(time.time_ns()), Counter[int]()
+    writers = [Writer(tmp_path, number) for number in range(3)]
+    for _ in range(KILLS_OF_WRITERS):
+        time.sleep(moments.uniform(0.0, 0.03))
+        number = moments.randrange(3)
+        told[number] = max(told[number], writers[number].kill())
+        writers[number] = Writer(tmp_path, number)
+    told |= Counter({number: writer.kill() for number, writer in enumerate(writers)})
+    account = PrivacyAccount(tmp_path / "account.jsonl")
+    for number in range(3):
+        path = tmp_path / str(number) / "ledger.jsonl"
+        header = read_header(path)
+        account.add(path)
+        ledger = Ledger(path, header, account=account)
+        ledger.accept()
+        ledger.close()
+        charges = read_ledger(path)
+        assert [charge.round for charge in charges if charge.client == 0] == [*range(1, len(charges) // 2 + 1)]
+        assert len(charges) // 2 in (told[number], told[number] + 1), "at most the charge that was broken off is more"
+        _, paid = account._runs[header.run]
+        assert paid == {0: {WRITTEN: len(charges) // 2}, 1: {OTHER: len(charges) // 2}}
+    assert told.total() > KILLS_OF_WRITERS
 
 
 KILLS_OF_COMMANDS = int(os.environ.get("DPFL_KILLS_OF_COMMANDS", 1))  # of sweeps; the full count is 15

@@ -26,7 +26,8 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.group_privacy import of_group
 from dpfl_lightning.privacy.compose import ANYBODY, Keys, Limit, Line, compose, relation_of_all
-from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount, RunRecord
+from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount
+from dpfl_lightning.privacy.ledger.account_file import RunRecord
 from dpfl_lightning.privacy.ledger.evidence import Evidence, View
 from dpfl_lightning.privacy.ledger.file import Charge, Header, read_head, read_header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
@@ -557,6 +558,46 @@ def test_an_account_gets_what_only_the_ledger_has_once(begun, account, tmp_path)
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     assert account.add(tmp_path / "copy" / "ledger.jsonl") == 0
     assert account.holders()[0].together.epsilon == TIGHT.epsilon([EVENT], DELTA)
+
+
+def test_two_ends_of_one_account_are_merged_and_both_count(begun, account, tmp_path, capsys):
+    """As after a backup was restored on a second machine: what both have counts once."""
+    ledger = begun("run")
+    ledger.charge(charge_in(1))
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    shutil.copy(account.path, tmp_path / "other.jsonl")
+    ledger.charge(charge_in(2))
+    ledger.close()
+    other = PrivacyAccount(tmp_path / "other.jsonl")
+    copy = tmp_path / "copy" / "ledger.jsonl"
+    other.enter(entry(read_header(copy).run, ("bergen",)))
+    there = Ledger(copy, read_header(copy), account=other)
+    for round in (2, 3):
+        there.charge(charge_in(round))
+    there.close()
+    other.enter(entry("b" * 32, ("haukeland",), evidence=(records(0),)))
+    pay(other, [(0, EVENT)])
+    other.join("haukeland", "bergen")
+    words = ["add", str(other.path), "--file", str(account.path)]
+    assert main(words) == 0 and "other.jsonl: 3 releases added" in capsys.readouterr().out
+    assert main(words) == 0 and "other.jsonl: 0 releases added" in capsys.readouterr().out
+    (bergen,) = account.holders()
+    assert bergen.names == ("bergen", "haukeland") and bergen.together.runs == 2
+    assert bergen.together.epsilon == TIGHT.epsilon([EVENT] * 5, DELTA)
+    with pytest.warns(UserNotice, match="lund has records of haukeland"):
+        account.enter(entry("c" * 32, ("lund",), evidence=(records(0),)))
+
+
+def test_an_account_of_another_key_is_merged_without_its_digests(account, tmp_path):
+    other = PrivacyAccount(tmp_path / "other.jsonl")
+    for one, run, name in ((account, "a", "bergen"), (other, "b", "oslo")):
+        one.enter(entry(run * 32, (name,), evidence=(records(0),)))
+        pay(one, [(0, EVENT)])
+    changed = other.path.read_bytes()
+    assert account.merge(other.path) == 1 and [one.names for one in account.holders()] == [("bergen",), ("oslo",)]
+    other.path.write_bytes(changed.replace(b"oslo", b"Oslo"))
+    with pytest.raises(UserError, match="must be unchanged, got a line"):
+        account.merge(other.path)
 
 
 def test_a_refused_charge_leaves_ledger_and_account_as_they_were(begun, account):

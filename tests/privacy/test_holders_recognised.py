@@ -21,7 +21,8 @@ from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.compose import Limit
-from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount, RunRecord
+from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount
+from dpfl_lightning.privacy.ledger.account_file import RunRecord
 from experiments import holders
 
 DELTA = 1e-3

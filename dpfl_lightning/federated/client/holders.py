@@ -13,7 +13,8 @@ from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, CumulativeGuarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
-from dpfl_lightning.privacy.ledger.account import AUTO, NAMELESS, PrivacyAccount, RunRecord, users_file
+from dpfl_lightning.privacy.ledger.account import AUTO, NAMELESS, PrivacyAccount
+from dpfl_lightning.privacy.ledger.account_file import RunRecord, users_file
 
 
 class DataHolders:
