@@ -13,7 +13,7 @@ from torch import nn
 
 from dpfl_lightning import strategies
 from dpfl_lightning.build import ENGINES, build_engine, build_module, build_net, build_population
-from dpfl_lightning.config.load import from_mapping, options_file
+from dpfl_lightning.config.mapping import from_mapping, options_file
 from dpfl_lightning.config.options import ClientOptions, NetworkOptions, Options, PrivacyOptions
 from dpfl_lightning.config.public import published_data
 from dpfl_lightning.config.registry import imported, made_by

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from conftest import FIXED_KEY
 
-from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.federated.messages.plan import LocalTraining
 from dpfl_lightning.privacy.ledger.ledger import read_ledger

@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 import dpfl_lightning
-from dpfl_lightning.config.load import check, from_mapping, load, to_yaml
+from dpfl_lightning.config.load import load
+from dpfl_lightning.config.mapping import check, from_mapping, to_yaml
 from dpfl_lightning.config.options import (
     ClientOptions,
     Options,

@@ -23,7 +23,8 @@ from dpfl_lightning.commands.fit import main as fit
 from dpfl_lightning.commands.ledger import main as ledger
 from dpfl_lightning.commands.report import main as report
 from dpfl_lightning.config import reading
-from dpfl_lightning.config.load import load, to_yaml
+from dpfl_lightning.config.load import load
+from dpfl_lightning.config.mapping import to_yaml
 from dpfl_lightning.config.yaml_text import presets
 from dpfl_lightning.errors import UserError
 

@@ -14,7 +14,8 @@ from dpfl_lightning.commands.fit import main as fit_command
 from dpfl_lightning.commands.ledger import main as ledger_command
 from dpfl_lightning.commands.plan import main as plan_command
 from dpfl_lightning.commands.sweep import main as sweep_command
-from dpfl_lightning.config.load import load, to_yaml
+from dpfl_lightning.config.load import load
+from dpfl_lightning.config.mapping import to_yaml
 from dpfl_lightning.config.options import DataOptions, Options
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError

@@ -26,7 +26,7 @@ def test_memory_does_not_grow_with_clients():
 
 COHORTS = """
 import json, sys
-from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.loop import build_loop
 

@@ -15,7 +15,8 @@ from test_conf import small_fashion  # noqa: F401 (a fixture)
 from dpfl_lightning.build import build_population
 from dpfl_lightning.commands.fit import main as fit
 from dpfl_lightning.commands.sweep import main as sweep
-from dpfl_lightning.config.load import from_mapping, load
+from dpfl_lightning.config.load import load
+from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.data.datasets import load as load_data
 from dpfl_lightning.errors import UserError

@@ -86,8 +86,9 @@ def _limit(flags: argparse.Namespace) -> Limit:
     from dpfl_lightning.privacy.accounting.accountant import OF_PERSONS
     from dpfl_lightning.privacy.compose import Limit
 
+    epsilon, delta = map(_number, flags.words[1:])
     unit = OF_PERSONS if flags.unit == "person" else ""
-    return Limit(*map(_number, flags.words[1:]), (flags.adjacency or "add_remove") + unit, flags.rows_per_person)
+    return Limit(epsilon, delta, (flags.adjacency or "add_remove") + unit, flags.rows_per_person)
 
 
 def _number(word: str) -> float:

@@ -7,7 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpfl_lightning.config.load import load, options_file
+from dpfl_lightning.config.load import load
+from dpfl_lightning.config.mapping import options_file
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.reading import read_tensors
 from dpfl_lightning.errors import UserError, command, require, warn_user

@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from dpfl_lightning.config.load import load, options_file
+from dpfl_lightning.config.load import load
+from dpfl_lightning.config.mapping import options_file
 from dpfl_lightning.config.options import Options, named
 from dpfl_lightning.errors import command, require
 from dpfl_lightning.runtime.files import write_text

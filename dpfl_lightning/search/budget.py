@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from dpfl_lightning.build import build_population
-from dpfl_lightning.config.load import with_values
+from dpfl_lightning.config.mapping import with_values
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning.config.load import with_values
+from dpfl_lightning.config.mapping import with_values
 from dpfl_lightning.config.options import OWN_DATA, Options
 from dpfl_lightning.config.registry import call
 from dpfl_lightning.config.yaml_text import inline

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.federated.messages.plan import LocalTraining
 from dpfl_lightning.loop import build_loop
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning.config.load import from_mapping, load
+from dpfl_lightning.config.load import load
+from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.privacy.ledger.ledger import Charge, read_ledger
 from dpfl_lightning.sites.exchange import Terms

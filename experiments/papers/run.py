@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dpfl_lightning.config.load import from_mapping, parse_override, split
+from dpfl_lightning.config.load import parse_override, split
+from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError

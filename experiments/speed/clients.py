@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.loop import build_loop

@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpfl_lightning.config.load import from_mapping, with_values
+from dpfl_lightning.config.mapping import from_mapping, with_values
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import load
 from dpfl_lightning.errors import UserError

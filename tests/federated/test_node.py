@@ -18,7 +18,7 @@ from hostile import HOSTILE, MODEL, ROUNDS, UNFIT, hostile, selection
 from sites import SITES, a_request, accepting, asked, charges, key_of, listening, planned, reply_in, state_of
 
 from dpfl_lightning.commands.node import main
-from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.ledger.file import Head

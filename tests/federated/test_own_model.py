@@ -19,7 +19,7 @@ from dpfl_lightning import Population
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.commands.evaluate import evaluate_run
 from dpfl_lightning.commands.fit import fit
-from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule

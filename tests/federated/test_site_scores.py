@@ -15,7 +15,7 @@ from sites import a_request, asked, configured, federation, key_of, with_lines
 
 from dpfl_lightning.algorithms.binned_scores import binned_scores, edges_of
 from dpfl_lightning.commands.node import main
-from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.messages.query import ChargedQuery, ScoreCounts

@@ -11,7 +11,8 @@ from sites import over
 
 from dpfl_lightning import Population
 from dpfl_lightning.commands.evaluate import evaluate_run
-from dpfl_lightning.config.load import from_mapping, load
+from dpfl_lightning.config.load import load
+from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.loop import build_loop
 from dpfl_lightning.sites.exchange import Site

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dpfl_lightning.build import build_engine, build_module
-from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.config.names import check_names
 from dpfl_lightning.config.options import Options, PrivacyOptions
 from dpfl_lightning.data import Population

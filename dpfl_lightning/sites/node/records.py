@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from dpfl_lightning.build import build_population
-from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.config.options import Options, changed_options
 from dpfl_lightning.config.per_client import resolve
 from dpfl_lightning.data import Population
