@@ -146,7 +146,7 @@ class Comparison:
             person="patient" if "patient" in table and self.rng.random() < 0.5 else "none",
         )
         evidence = population.evidence(KEY)  # the account's own is another one each time, and so are the least digests
-        self.account.enter(RunRecord(run * 32, "none", *TERMS, {0: name}, (DELTA,), ((),), evidence, (None,)))
+        self.account.enter(RunRecord(run * 32, "none", *TERMS, {0: name}, (DELTA,), ((),), evidence, (None,), (None,)))
 
     def result(self) -> tuple[bool, float | None]:
         lines = [json.loads(line) for line in self.account.path.read_text().splitlines()]

@@ -188,7 +188,7 @@ def charging(folder: Path, number: int, told: Connection) -> None:
     begun = read_header(path) if path.exists() else None
     header = begun or Header("pld", "add_remove", "poisson", (DELTA,) * count, (math.inf,) * count, identity=names)
     holders = dict(enumerate(names["names"]))
-    rest = (DELTA,) * count, ((),) * count, (Evidence(),) * count, (None,) * count
+    rest = (DELTA,) * count, ((),) * count, (Evidence(),) * count, *((None,) * count,) * 2
     account.enter(RunRecord(header.run, str(path), "add_remove", "poisson", "pld", holders, *rest))
     ledger = Ledger(path, header, account=account)
     ledger.accept()

@@ -1,6 +1,7 @@
 """`dpfl ledger`: verify ledgers of runs, and compute epsilons from the charges."""
 
 import argparse
+import itertools
 import json
 import math
 from collections import Counter
@@ -12,7 +13,7 @@ from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import noised_steps
-from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS
+from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, NOISE_BY_RESULTS
 from dpfl_lightning.privacy.ledger.account import PrivacyAccount
 from dpfl_lightning.privacy.ledger.account_file import users_file
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
@@ -169,7 +170,9 @@ def _text(report: Composed, overrides: dict[str, Any]) -> str:
     lines += [f"Above its budget: client {', '.join(over)}."] if over else []
     if by_results:
         paid = at_most(max(total.epsilon for total in report.paid))
-        lines.append(f"Paid so far: epsilon at most {paid}, which is not the guarantee, as {ENDS_BY_RESULTS}.")
+        filtered = any(filter(None, itertools.chain(*(one.verified.header.filters for one in report.ledgers))))
+        why = NOISE_BY_RESULTS if filtered else ENDS_BY_RESULTS
+        lines.append(f"Paid so far: epsilon at most {paid}, which is not the guarantee, as {why}.")
     return "\n".join([*lines, f"Largest epsilon: {report.weakest.words()}", *_in_account(report)])
 
 

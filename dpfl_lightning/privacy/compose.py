@@ -51,7 +51,8 @@ class Line:
         keys: what identifies the holder of the records, such as a name; none if it may be anybody.
         released: with the caveats of the run.
         delta, budget: of the client in this run; the budget is an epsilon.
-        planned: what counts as well, because results decide the end or the noise of the run.
+        planned: what counts as well, because results decide the end of the run.
+        filter: what counts instead, because results decide the noise of the run; see `whole_budgets`.
         chosen: whether results of other runs have chosen the releases. Then budget and delta count instead.
         rows_per_person: the most rows of a person that are used, if that is known.
     """
@@ -66,6 +67,7 @@ class Line:
     accountant: str
     budget: float = math.inf
     planned: tuple[Event, ...] | None = None
+    filter: tuple[Event, ...] | None = None
     chosen: bool = False
     rows_per_person: int | None = None
 
@@ -74,6 +76,8 @@ class Line:
         """The releases that are composed."""
         if self.chosen:
             return ()
+        if self.filter is not None:
+            return (*self.filter, *(event for event in self.released if not event.private))
         return self.released if self.planned is None else tuple(pointwise_maximum(self.released, self.planned))
 
     @property
@@ -102,7 +106,7 @@ class Line:
     @property
     def filtered(self) -> bool:
         """Whether more counts than was released."""
-        if self.planned is None or self.chosen:
+        if (self.planned is None and self.filter is None) or self.chosen:
             return False
         return {*composed(self.counts, 0.5).releases} != {*composed(self.released, 0.5).releases}
 
@@ -419,10 +423,11 @@ class Limit:
                 return (*events, _ROWS_UNKNOWN) if events else ()
             return tuple(of_group(event, rows) for event in events)
 
-        planned = None if line.planned is None else grouped(line.planned)
+        planned, instead = (None if one is None else grouped(one) for one in (line.planned, line.filter))
         budget = line.budget if rows == 1 else math.inf
         of_persons = line.adjacency + OF_PERSONS
-        return replace(line, released=grouped(line.released), planned=planned, budget=budget, adjacency=of_persons)
+        grouped_line = replace(line, released=grouped(line.released), planned=planned, filter=instead)
+        return replace(grouped_line, budget=budget, adjacency=of_persons)
 
     @property
     def _floors(self) -> np.ndarray:

@@ -274,10 +274,13 @@ def test_two_runs_that_do_not_know_of_each_other_stay_within_a_limit(account):
     assert 5 <= paid < 10 and only.together.used <= 1 and only.together.epsilon <= only.together.limit
 
 
-def entry(run: str, names, planned=(), adjacency="add_remove", evidence=None, delta=DELTA, rows=None, whole=False):
-    count = len(names)
-    rest = (delta,) * count, (planned,) * count, evidence or (Evidence(),) * count, (rows,) * count, whole
-    return RunRecord(run, "none", adjacency, "poisson", "pld", dict(enumerate(names)), *rest)
+def entry(run: str, names, planned=(), evidence=None, delta=DELTA, adjacency="add_remove", **rest) -> RunRecord:
+    """A run of these clients, which plan the same."""
+    each = {"delta": delta, "planned": planned, "rows": rest.get("rows"), "filters": rest.get("bound")}
+    same = {name: (value,) * len(names) for name, value in each.items()}
+    evidence = evidence or (Evidence(),) * len(names)
+    holders, whole = dict(enumerate(names)), rest.get("whole", False)
+    return RunRecord(run, "none", adjacency, "poisson", "pld", holders, evidence=evidence, whole=whole, **same)
 
 
 EVENT, TIGHT = GaussianEvent(0.2, 1.5, 10), get_accountant("pld")
@@ -639,6 +642,18 @@ def test_what_is_planned_counts_where_the_end_follows_from_results(account):
     account.enter(entry("a" * 32, ("bergen",), ((EVENT, 10),), whole=True))
     pay(account, [(0, EVENT)])
     assert account.together()[0].epsilon == TIGHT.epsilon([EVENT] * 10, DELTA)
+
+
+def test_a_filter_counts_instead_of_what_it_bounds(account):
+    """The budget of a run whose noise follows from its results, once and as soon as anything is released."""
+    bound, small = GaussianEvent(1.0, 2.0, 1), GaussianEvent(1.0, 20.0, 1)
+    account.enter(entry("a" * 32, ("bergen",), ((small, 3),), bound=bound))
+    assert account.together()[0].epsilon == 0 < account.together(planned=True)[0].epsilon
+    pay(account, [(0, small), (0, GaussianEvent(1.0, 9.0, 1))])
+    assert account.together()[0].epsilon == account.together(planned=True)[0].epsilon == TIGHT.epsilon([bound], DELTA)
+    account.enter(entry("b" * 32, ("bergen", "ward 1"), ((small, 3),), evidence=(records(0), records(0)), bound=bound))
+    pay(account, [(0, small), (1, small)])
+    assert account.together()[0].epsilon == TIGHT.epsilon([bound] * 3, DELTA), "two clients with the same records"
 
 
 def test_clients_of_a_run_that_share_records_count_together(account):

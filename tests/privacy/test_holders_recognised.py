@@ -322,6 +322,7 @@ def test_many_clients_enter_within_seconds(tmp_path):
             ((),) * count,
             found,
             (None,) * count,
+            (None,) * count,
         )
     )
     assert time.process_time() - began < 5 and runs.account.path.stat().st_size < 1000 * 900
@@ -366,7 +367,7 @@ def entry(runs: Runs, tables, number: int = 99, event=None, **options) -> RunRec
     found, planned = population.evidence(runs.account.key), () if event is None else ((event, 1),)
     names = dict(enumerate(population.names))
     return RunRecord(
-        f"{number:032d}", "none", "add_remove", "poisson", "pld", names, (DELTA,), (planned,), found, (None,)
+        f"{number:032d}", "none", "add_remove", "poisson", "pld", names, (DELTA,), (planned,), found, (None,), (None,)
     )
 
 

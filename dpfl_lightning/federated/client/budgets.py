@@ -14,7 +14,7 @@ from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.accounting.accountant import Accountant
 from dpfl_lightning.privacy.accounting.events import Caveat, NonPrivateEvent, Release
 from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee, guarantee, sampling_words
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered, once_each
+from dpfl_lightning.privacy.accounting.planned import numbered, once_each
 from dpfl_lightning.privacy.ledger.account import PrivacyAccount
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
 from dpfl_lightning.privacy.mechanism import MECHANISMS
@@ -50,6 +50,7 @@ class Budgets:
         most_records: see `guarantee`.
         account: of all runs on the same records, to which the ledger is charged, too.
         unprotected: what every client shows without noise. It is charged first, so that every epsilon is infinite.
+        filters: of each client, what counts instead of its releases, because results decide their noise, or None.
 
     **Guarantees** Only planned events are charged, and not more often than planned. Every release is charged, also one
     that is repeated with fresh noise after a crash. Lines that the plan would not charge are neither signed nor counted
@@ -69,12 +70,14 @@ class Budgets:
         name_of: NameOf = str,
         most_records: int | None = None,
         account: PrivacyAccount | None = None,
+        filters: Sequence[Release | None] = (),
     ) -> None:
         self.name_of, self._most_records, self.account = name_of, most_records, account
+        self._filters = tuple(filters) or (None,) * len(schedule.clients)
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
         self.sampling, self.caveats = sampling, [Caveat(words) for words in caveats]
         self._numbers: Counter[tuple[int, int]] | None = Counter() if simulated else None  # of this process's charges
-        self._changed = self._checked = False
+        self._checked = False
         self._check_fits(schedule)
         clients = range(len(schedule.clients))
         self._spent = [0.0 for _ in clients]  # at the last call of `spent`
@@ -179,7 +182,7 @@ class Budgets:
                 raise RuntimeError(f"client {self.name_of(client)} has a budget, which its new schedule changes")
             after.check_filter()
         self._check_fits(schedule)
-        self.schedule, self._changed, self._paid = schedule, True, set(range(len(schedule.clients)))
+        self.schedule, self._paid = schedule, set(range(len(schedule.clients)))
 
     def _check_fits(self, schedule: RunSchedule) -> None:
         """Check that the releases of each client, those without protection apart, fit its budget."""
@@ -234,21 +237,29 @@ class Budgets:
         """Each client's guarantee; clients with equal schedules that have released the same share one object."""
         self._check_ledger(self.schedule)
         schedules, place_of = numbered(self.schedule.clients)
-        kinds, kind_of = numbered([(place, tuple(self.ledger.events(i))) for i, place in enumerate(place_of)])
-        composed = [([*events, *self.caveats], schedules[place].delta) for place, events in kinds]
+        events_of = [tuple(self.ledger.events(client)) for client in range(len(place_of))]
+        kinds, kind_of = numbered([*zip(place_of, events_of, self._filters, strict=True)])
+        composed = [([*events, *self.caveats], schedules[place].delta) for place, events, _ in kinds]
+        counted = [
+            ([*_instead(events, bound), *self.caveats], delta)
+            for (_, events, bound), (_, delta) in zip(kinds, composed, strict=True)
+        ]
         promises, drawn = [], SAMPLERS[self.sampling].words
-        for (place, _), (events, delta), bound in zip(kinds, composed, self.accountant.bounds(composed), strict=True):
+        for (place, _, instead), (events, delta), (epsilon, method) in zip(
+            kinds, composed, self.accountant.bounds(counted), strict=True
+        ):
             planned = [line.event for line in schedules[place].planned]  # also before the first release
-            words, stated = sampling_words(planned, drawn), self._filtered(schedules[place], bound)
+            words, stated = (
+                sampling_words(planned, drawn),
+                (epsilon, method if instead is None else f"{method}, {FILTER}"),
+            )
             promises.append(guarantee(events, delta, self.accountant, words, (), stated, self._most_records))
         together = {} if self.account is None else self.account.together()
         stated_with, place_of = numbered([(kind, together.get(client)) for client, kind in enumerate(kind_of)])
         different = [promises[kind].with_account(one) for kind, one in stated_with]
         return tuple(different[place] for place in place_of)
 
-    def _filtered(self, schedule: ClientSchedule, bound: tuple[float, str]) -> tuple[float, str]:
-        """The composed bound, or the budget if later noise was chosen from earlier releases."""
-        epsilon, method = bound
-        if self._changed and 0 < epsilon <= schedule.target_epsilon < math.inf:
-            return schedule.target_epsilon, f"{method}, {FILTER}"
-        return bound
+
+def _instead(events: Sequence[Release], bound: Release | None) -> Sequence[Release]:
+    """The releases, or if anything is released what bounds all that have noise, and those without."""
+    return events if bound is None or not events else [bound, *(event for event in events if not event.private)]

@@ -10,7 +10,9 @@ from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.clients import RunPlan
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import Release
+from dpfl_lightning.privacy.accounting.filters import whole_budgets
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, CumulativeGuarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
 from dpfl_lightning.privacy.ledger.account import AUTO, NAMELESS, PrivacyAccount
@@ -54,6 +56,7 @@ class DataHolders:
 
     def _entry(self, plan: RunPlan, account: PrivacyAccount, run: str, ledger: Path) -> RunRecord:
         own = [client for client in self._everyone if len(self.population.train_of[client])]
+        filters = self.filters(plan)
         schedules, names = [plan.schedule.clients[client] for client in own], self.population.names
         return RunRecord(
             run=run,
@@ -66,8 +69,16 @@ class DataHolders:
             planned=tuple(once_each(_releases, schedules)),
             evidence=self.population.evidence(account.key),
             rows=tuple(map(self._most_rows, own)),
-            whole=plan.changes_mechanisms or ENDS_BY_RESULTS in plan.caveats,
+            filters=tuple(filters[client] for client in own),
+            whole=ENDS_BY_RESULTS in plan.caveats,
         )
+
+    def filters(self, plan: RunPlan) -> list[Release | None]:
+        """What bounds all releases of each client, if results decide its noise, else None; see `whole_budgets`."""
+        if not plan.changes_mechanisms:
+            return [None] * len(plan.schedule.clients)
+        relation = "add_remove" if self.privacy is None else self.privacy.relation
+        return whole_budgets(plan.schedule.clients, get_accountant(plan.accountant, relation))
 
     def _most_rows(self, client: int) -> int | None:
         """The most rows of a person: as the records show, or else as the operator says. It stays in the account."""

@@ -26,6 +26,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.models.learning_rates import CONSTANT
 from dpfl_lightning.models.optimizers import PLAIN_SGD
+from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS
 from dpfl_lightning.privacy.accounting.planned import numbered, once_each
 from dpfl_lightning.privacy.clipping.inputs import take
@@ -79,9 +80,14 @@ def deciding_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def identity(
-    plan: RunPlan, privacy: PrivacyOptions | None, module: ClientModule, population: Population, data_key: bytes
+    plan: RunPlan,
+    privacy: PrivacyOptions | None,
+    module: ClientModule,
+    population: Population,
+    data_key: bytes,
+    filters: Sequence[Release | None],
 ) -> dict[str, Any]:
-    """Everything that decides the releases of a run, ready for JSON.
+    """Everything that decides the releases of a run, ready for JSON; `filters` bound those of each client.
 
     **Privacy** A plain digest of the records would confirm a guess of them. The digests mean nothing without
     `data_key`, which stays with the client.
@@ -96,6 +102,7 @@ def identity(
         "module": module_digest(module),
         "names": list(population.names),
         **({"planned": _planned(plan)} if ENDS_BY_RESULTS in plan.caveats else {}),
+        **({"filter": _filters(filters)} if plan.changes_mechanisms else {}),
         "records": [digest.hex() for digest in data_digests(population, data_key)],
     }
 
@@ -114,6 +121,12 @@ def _planned(plan: RunPlan) -> dict[str, Any]:
     """The different lists of planned events, and the place of each client's list, as `Header.planned` reads them."""
     different, places = numbered(plan.schedule.clients)
     return {"events": [[event.as_dict() for event in client.events()] for client in different], "of": places}
+
+
+def _filters(filters: Sequence[Release | None]) -> dict[str, Any]:
+    """The different bounds, and the place of each client's, as `Header.filters` reads them."""
+    different, places = numbered(filters)
+    return {"events": [None if event is None else event.as_dict() for event in different], "of": places}
 
 
 def equal_ranks(engine: Engine, population: Population, module: ClientModule) -> dict[str, str]:

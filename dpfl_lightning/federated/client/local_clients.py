@@ -128,7 +128,8 @@ class LocalClients(DataHolders):
 
     def _open_ledger(self, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
         earlier, data_key = self.folder.header(), self.folder.data_key(ended)  # nothing is written before
-        sealed = identity(plan, self.privacy, self.module, self.population, data_key)
+        filters = self.filters(plan)
+        sealed = identity(plan, self.privacy, self.module, self.population, data_key, filters)
         if ended and earlier is not None:  # it releases nothing more, and the key of the digests is gone
             sealed["records"] = earlier.identity.get("records")
         accountant = get_accountant(plan.accountant, "add_remove" if self.privacy is None else self.privacy.relation)
@@ -160,6 +161,7 @@ class LocalClients(DataHolders):
             self.population.name_of,
             self.most_records,
             account,
+            filters,
         )
         self.budgets = Budgets(plan.schedule, self.ledger, *terms)
         self._counts_before = self.engine.counts.clone()

@@ -45,6 +45,7 @@ GPU_NOISE = f"the GPU's generator (Philox), seeded for every release by {FRESH_N
 ENDS_BY_RESULTS = "the run may end by its results, so what is guaranteed is the epsilon of all that was planned"
 
 #: ends the description of an epsilon that is the whole budget, because later noise followed from earlier releases
+NOISE_BY_RESULTS = "results choose the noise of the run, so what is guaranteed is its whole budget"
 FILTER = "as a privacy filter: the whole budget is what holds"
 
 #: not covered, without an account and with one

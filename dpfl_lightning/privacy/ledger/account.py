@@ -115,6 +115,7 @@ class PrivacyAccount(AccountFile):
             planned=tuple(tuple((event, 1) for event in plans[client]) for client in clients),
             evidence=(Evidence(),) * len(clients),
             rows=(rows if type(rows) is int else None,) * len(clients),
+            filters=tuple(header.filters[client] for client in clients),
             whole=bool(header.planned),
         )
         with self._locked() as file:
@@ -311,11 +312,14 @@ class PrivacyAccount(AccountFile):
             for place, name in enumerate(names):
                 places_of.setdefault(self._group(name), []).append(place)
             for group, places in places_of.items():
-                for of_one in self._sharing(entry, places):
-                    released, plan = list[Event](), list[Event]()
+                for of_one in self._sharing(entry, names, places):
+                    released, plan, instead = list[Event](), list[Event](), list[Event]()
                     for place in of_one:
-                        released += [event.repeated(n) for event, n in paid[clients[place]].items()]
-                        plan += [event.repeated(n) for event, n in entry.planned[place]]
+                        own = [event.repeated(n) for event, n in paid[clients[place]].items()]
+                        planned_own = [event.repeated(n) for event, n in entry.planned[place]]
+                        bound = entry.filters[place] if own or entry.run in planned else None
+                        released, plan = [*released, *own], [*plan, *planned_own]
+                        instead += own if bound is None else [bound]
                     if entry.run in planned:
                         released = pointwise_maximum(released, plan)
                     line = Line(
@@ -328,6 +332,7 @@ class PrivacyAccount(AccountFile):
                         sampling=entry.sampling,
                         accountant=entry.accountant,
                         planned=tuple(plan) if entry.whole else None,
+                        filter=tuple(instead) if any(entry.filters[place] for place in of_one) else None,
                         rows_per_person=_most([entry.rows[place] for place in of_one]),
                     )
                     lines.append(line)
@@ -452,9 +457,10 @@ class PrivacyAccount(AccountFile):
         """Return the name and the evidence of each client of some runs."""
         return [pair for entry, _ in runs for pair in zip(entry.holders.values(), entry.evidence, strict=True)]
 
-    def _sharing(self, entry: RunRecord, places: Sequence[int]) -> list[list[int]]:
-        """Return which of some clients of a run share records."""
-        names = list(entry.holders.values())
+    def _sharing(self, entry: RunRecord, names: Sequence[str], places: Sequence[int]) -> list[list[int]]:
+        """Return which of some clients of a run, whose clients have these names, share records."""
+        if len(places) == 1:
+            return [[*places]]
         owners = tuple(map(self._owner, (names[place] for place in places)))
         classes = _classes(owners, tuple(entry.evidence[place] for place in places))
         return [[places[one] for one in of_one] for of_one in classes]
@@ -528,7 +534,7 @@ def _with_clients(entry: RunRecord, other: RunRecord) -> RunRecord:
     new = [place for place, client in enumerate(other.holders) if client not in entry.holders]
     joined: dict[str, Any] = {
         name: (*getattr(entry, name), *(getattr(other, name)[place] for place in new))
-        for name in ("delta", "planned", "evidence", "rows")
+        for name in ("delta", "planned", "evidence", "rows", "filters")
     }
     named = list(other.holders.items())
     return replace(entry, holders={**entry.holders, **dict(named[place] for place in new)}, **joined)
@@ -537,10 +543,22 @@ def _with_clients(entry: RunRecord, other: RunRecord) -> RunRecord:
 @functools.lru_cache(maxsize=4096)
 def _classes(owners: tuple[str, ...], evidence: tuple[Evidence, ...]) -> tuple[tuple[int, ...], ...]:
     """Return which clients share records: those whose evidence matches, of one owner, or with a name but none."""
-    class_of = list(range(len(owners)))
+    first = list(range(len(owners)))  # an earlier place of the same class, the place itself for the first one
+
+    def first_of(place: int) -> int:
+        while first[place] != place:
+            first[place] = place = first[first[place]]
+        return place
+
+    named = [place for place, owner in enumerate(owners) if owner != NAMELESS]
+    unknown = not all(evidence[place] for place in named)  # whoever has no evidence may be each of the others
+    same: dict[str, int] = {}
     for place, like in enumerate(matches(evidence)):
-        others = [] if owners[place] == NAMELESS else [one for one in range(place) if owners[one] != NAMELESS]
-        unknown = [one for one in others if owners[one] == owners[place] or not (evidence[place] and evidence[one])]
-        for one in (other for other in (*like, *unknown) if class_of[other] != class_of[place]):
-            class_of = [class_of[one] if number == class_of[place] else number for number in class_of]
-    return tuple(tuple(p for p, number in enumerate(class_of) if number == one) for one in dict.fromkeys(class_of))
+        by_name = () if owners[place] == NAMELESS else (same.setdefault("" if unknown else owners[place], place),)
+        for other in (*like, *by_name):
+            one, another = sorted((first_of(place), first_of(other)))
+            first[another] = one
+    classes: dict[int, list[int]] = {}
+    for place in range(len(owners)):
+        classes.setdefault(first_of(place), []).append(place)
+    return tuple(map(tuple, classes.values()))

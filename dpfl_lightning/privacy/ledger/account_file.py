@@ -52,7 +52,8 @@ class RunRecord:
         holders: client -> its name, or `NAMELESS`; clients without records are left out.
         delta, planned: of each of these clients, in the same order; `planned` are different releases and their numbers.
         evidence: keyed digests of records of each, which show later that two clients have records in common.
-        whole: whether all that is planned counts, because its end or its noise follows from its releases.
+        filters: of each, what bounds all its releases if their noise follows from results, else None.
+        whole: whether all that is planned counts, because its end follows from its releases.
         rows: of each, the most rows of a person that are used, if that is known.
     """
 
@@ -66,6 +67,7 @@ class RunRecord:
     planned: tuple[tuple[tuple[Release, int], ...], ...]
     evidence: tuple[Evidence, ...]
     rows: tuple[int | None, ...]
+    filters: tuple[Release | None, ...]
     whole: bool = False
 
 
@@ -195,6 +197,7 @@ class AccountFile:
             holders={client: self._as_first_written(name) for client, name in content["holders"]},
             delta=tuple(content["delta"]),
             rows=tuple(content["rows"]),
+            filters=tuple(None if one is None else release_of(one) for one in content["filters"]),
             planned=tuple(planned[place] for place in content["plan_of"]),
             evidence=tuple(self._seen_evidence[name] for name in content["evidence"]),
         )
@@ -277,6 +280,7 @@ def line_of(entry: RunRecord) -> dict[str, Any]:
     planned = [[[event.as_dict(), count] for event, count in plan] for plan in different]
     fields: dict[str, Any] = {name: getattr(entry, name) for name in (*_PLAIN, "delta", "rows")}
     fields["evidence"] = [one.name for one in entry.evidence]
+    fields["filters"] = [None if one is None else one.as_dict() for one in entry.filters]
     return {**fields, "holders": [*entry.holders.items()], "planned": planned, "plan_of": places}
 
 

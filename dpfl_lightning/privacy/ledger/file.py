@@ -75,6 +75,15 @@ class Header:
         different = [tuple(map(release_of, events)) for events in given["events"]]
         return tuple(different[place] for place in given["of"])
 
+    @property
+    def filters(self) -> tuple[Release | None, ...]:
+        """What bounds the releases of each client, if their noise follows from results; see `whole_budgets`."""
+        given = self.identity.get("filter")
+        if given is None:
+            return (None,) * len(self.delta)
+        different = [None if fields is None else release_of(fields) for fields in given["events"]]
+        return tuple(different[place] for place in given["of"])
+
     def name_of(self, client: int) -> str:
         """Return the name of a client for reports; its number if the run gave it none."""
         names = self.identity.get("names")
@@ -359,7 +368,7 @@ def _header(fields: dict[str, Any]) -> Header:
     if not (len(delta) == len(epsilon) == count and max(delta) < 1 and min(*delta, *epsilon) >= 0):
         raise ValueError(count)
     header = Header(**texts, delta=delta, epsilon=epsilon, caveats=tuple(caveats), identity=identity)
-    if len(header.planned) not in (0, count):
+    if len(header.planned) not in (0, count) or len(header.filters) != count:
         raise ValueError(count)
     return header
 

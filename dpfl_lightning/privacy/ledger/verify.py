@@ -27,8 +27,9 @@ class VerifiedLedger:
 class Composed:
     """Ledgers, and what all releases of each client in them cost together.
 
-    `paid` is what was charged, and `guaranteed` is above it if the end of a run follows from its results: then it is
-    the cost of all that was planned. `matched` says how clients were recognised: by "name", or by "nothing".
+    `paid` is what was charged. `guaranteed` is above it if the end or the noise of a run follows from its results: then
+    it is the cost of all that was planned, or of the whole budget. `matched` says how clients were recognised: by
+    "name", or by "nothing".
     """
 
     ledgers: tuple[VerifiedLedger, ...]
@@ -77,8 +78,8 @@ def read(
     try:
         guaranteed = compose(lines, delta, accountant)
         paid = guaranteed
-        if any(line.planned for line in lines):
-            paid = compose([dataclasses.replace(line, planned=None) for line in lines], delta, accountant)
+        if any(line.planned or line.filter for line in lines):
+            paid = compose([dataclasses.replace(line, planned=None, filter=None) for line in lines], delta, accountant)
     except UserError as error:
         if accountant is not None or delta is not None or len(paths) > 1:
             raise
@@ -110,6 +111,7 @@ def _lines(ledger: VerifiedLedger, numbers: bool) -> list[Line]:
     """Return what each client of a ledger has released. Its name is its key, or its number, if these are known."""
     header = ledger.verified.header
     known, plans = numbers or bool(header.identity.get("names")), header.planned or (None,) * len(ledger.events)
+    filters = header.filters
     most, caveats = header.identity.get("privacy.rows_per_person"), tuple(map(Caveat, header.caveats))
     return [
         Line(
@@ -123,6 +125,7 @@ def _lines(ledger: VerifiedLedger, numbers: bool) -> list[Line]:
             accountant=header.accountant,
             budget=header.epsilon[client],
             planned=plans[client],
+            filter=(bound,) if events and (bound := filters[client]) else None,
             rows_per_person=most if type(most) is int and 1 <= most <= MOST_ROWS else None,
         )
         for client, events in enumerate(ledger.events)
