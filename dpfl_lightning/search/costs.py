@@ -10,6 +10,7 @@ from typing import Any
 from dpfl_lightning.loop import FederatedLoop
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NonPrivateEvent, event_of
+from dpfl_lightning.privacy.accounting.filters import counted_events, whole_budgets
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.accounting.planned import numbered, once_each
 from dpfl_lightning.privacy.compose import Keys, Line, compose
@@ -25,11 +26,14 @@ Cost = Sequence[Line]
 def planned_cost(loop: FederatedLoop) -> Cost:
     """Return the cost of the run that `loop` is about to make. Its noise is solved; nothing is charged.
 
-    The budget of a client is the epsilon of its plan if that is larger.
+    The budget of a client is the epsilon of its plan if that is larger. If results choose the noise of the run, it
+    costs its `whole_budgets`.
     """
     clients, accountant, names = loop.plan_schedule().clients, loop.config.accountant, loop.config.facts.names
     besides: list[Event] = [*map(Caveat, loop.config.caveats), *map(NonPrivateEvent, loop.clients.unprotected)]
-    events = once_each(lambda schedule: (*schedule.events(), *besides), clients)
+    bounds = whole_budgets(clients, accountant) if loop.config.replans else [None] * len(clients)
+    pairs = [*zip(clients, bounds, strict=True)]
+    events = once_each(lambda pair: (*counted_events(pair[0].events(), pair[1]), *besides), pairs)
     lines = [
         Line(
             run="planned",
@@ -46,8 +50,7 @@ def planned_cost(loop: FederatedLoop) -> Cost:
         for client, schedule in enumerate(clients)
     ]
     most = [max(line.budget, total.epsilon) for line, total in zip(lines, compose(lines).values(), strict=True)]
-    chosen = loop.config.replans
-    return [replace(line, keys=Keys(names[i : i + 1]), budget=most[i], chosen=chosen) for i, line in enumerate(lines)]
+    return [replace(line, keys=Keys(names[i : i + 1]), budget=most[i]) for i, line in enumerate(lines)]
 
 
 def composed_costs(costs: Sequence[Cost]) -> dict[str, Guarantee]:

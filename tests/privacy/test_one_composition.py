@@ -12,6 +12,7 @@ import oracle
 import pytest
 from conftest import blobs, small_loop
 
+from dpfl_lightning import strategies
 from dpfl_lightning.commands.account import main as account_command
 from dpfl_lightning.commands.fit import composed_over_seeds
 from dpfl_lightning.commands.ledger import main as ledger_command
@@ -19,7 +20,7 @@ from dpfl_lightning.commands.node import _in_account
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.accounting.accountant import Rdp, get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, Release
-from dpfl_lightning.privacy.accounting.guarantee import FILTER
+from dpfl_lightning.privacy.accounting.guarantee import FILTER, NOISE_BY_RESULTS
 from dpfl_lightning.privacy.compose import Keys, Limit, Line, compose
 from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount
 from dpfl_lightning.privacy.ledger.file import Charge, Header
@@ -42,6 +43,7 @@ class Run:
     accountant: str = "pld"
     sampling: str = "poisson"
     planned: Events = ()
+    bound: Release | None = None
 
 
 TWO = ((LARGE,), (SMALL,))
@@ -91,6 +93,13 @@ QUESTIONS: dict[str, tuple[tuple[Run, ...], Events, float, str, str]] = {
         "add_remove",
         "pld",
     ),
+    "parallel runs, of which one chooses its noise by its results": (
+        (Run(TWO), Run(((FULL,), (FULL,)), bound=GaussianEvent(1.0, 3.0, 1))),
+        (LARGE, GaussianEvent(1.0, 3.0, 1)),
+        1e-4,
+        "add_remove",
+        "pld",
+    ),
     "three seeds": ((Run(((LARGE,), (FULL,)), names=()),) * 3, (LARGE,) * 3, 1e-4, "add_remove", "pld"),
     "two accountants": ((Run(TWO, accountant="rdp"), Run(TWO)), (LARGE, LARGE), 1e-4, "add_remove", "pld"),
     "one other accountant": ((Run(TWO, accountant="rdp"),) * 2, (LARGE, LARGE), 1e-4, "add_remove", "rdp"),
@@ -102,6 +111,8 @@ def write(folder: Path, run: Run) -> Path:
     count, identity = len(run.released), {"names": list(run.names)}
     if run.planned:
         identity["planned"] = {"events": [[one.as_dict() for one in run.planned]], "of": [0] * count}
+    if run.bound:
+        identity["filter"] = {"events": [run.bound.as_dict()], "of": [0] * count}
     folder.mkdir(parents=True)
     head = Header(run.accountant, run.adjacency, run.sampling, (run.delta,) * count, (9.0,) * count, identity=identity)
     ledger = Ledger(folder / "ledger.jsonl", head)
@@ -115,7 +126,14 @@ def costs(runs: Sequence[Run]) -> list[Cost]:
     """The same runs as those of trials, which count with all that they plan."""
     return [
         [
-            Line("", i, Keys(run.names[i : i + 1]), run.planned or events, run.delta, *means(run))
+            Line(
+                "",
+                i,
+                Keys(run.names[i : i + 1]),
+                run.planned or (run.bound and (run.bound,)) or events,
+                run.delta,
+                *means(run),
+            )
             for i, events in enumerate(run.released)
         ]
         for run in runs
@@ -205,6 +223,33 @@ def test_the_end_of_a_run_its_page_its_plan_and_the_account_give_one_answer(tmp_
     words = f"epsilon {at_most(bergen.epsilon)}, at delta 0.0001 ({means})"
     page = (tmp_path / "second" / "guarantee.html").read_text()
     assert words in planned and words in page and words in result.guarantee.words()
+
+
+def test_a_run_that_chooses_its_noise_has_one_answer(tmp_path, monkeypatch, capsys):
+    """The second stage of the paper's selection has other noise than was planned: the whole budget counts."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("DPFL_ACCOUNT", str(tmp_path / "account.jsonl"))
+    population = dataclasses.replace(blobs(), names=("bergen", "oslo", "lund", "aarhus"))
+    (strategy,) = strategies.build({"two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2}})
+    privacy = PrivacyOptions(epsilon=[1.0, 2.0, 3.0, 4.0], delta=1e-3)
+    clients = ClientOptions(batch_size=None, learning_rate=0.1)
+    loop = small_loop(
+        population, parts=[strategy], rounds=5, clients=clients, privacy=privacy, output_dir=tmp_path / "run"
+    )
+    result = loop.run()
+    assert ledger_command([str(tmp_path / "run"), "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["clients"]
+    holders = PrivacyAccount(tmp_path / "account.jsonl").holders()
+    of_account = {one.names[0]: one.together.epsilon for one in holders}
+    of_page = {population.names[i]: one.epsilon for i, one in enumerate(loop.clients.guarantees())}
+    assert {row["client"]: row["guaranteed"] for row in rows} == of_account == of_page
+    taken = {row["client"]: bool(row["releases"]) for row in rows}
+    budgets = dict(zip(population.names, privacy.epsilon, strict=True))
+    assert of_page == {name: budgets[name] if taken[name] else 0.0 for name in budgets} and any(taken.values())
+    assert result.guarantee.epsilon == max(of_page.values())
+    assert all(row["epsilon"] <= 1.001 * row["guaranteed"] for row in rows)
+    assert ledger_command([str(tmp_path / "run")]) == 0
+    assert NOISE_BY_RESULTS in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -13,6 +13,7 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.accounting.accountant import Accountant
 from dpfl_lightning.privacy.accounting.events import Caveat, NonPrivateEvent, Release
+from dpfl_lightning.privacy.accounting.filters import counted_events
 from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee, guarantee, sampling_words
 from dpfl_lightning.privacy.accounting.planned import numbered, once_each
 from dpfl_lightning.privacy.ledger.account import PrivacyAccount
@@ -241,7 +242,7 @@ class Budgets:
         kinds, kind_of = numbered([*zip(place_of, events_of, self._filters, strict=True)])
         composed = [([*events, *self.caveats], schedules[place].delta) for place, events, _ in kinds]
         counted = [
-            ([*_instead(events, bound), *self.caveats], delta)
+            ([*counted_events(events, bound), *self.caveats], delta)
             for (_, events, bound), (_, delta) in zip(kinds, composed, strict=True)
         ]
         promises, drawn = [], SAMPLERS[self.sampling].words
@@ -258,8 +259,3 @@ class Budgets:
         stated_with, place_of = numbered([(kind, together.get(client)) for client, kind in enumerate(kind_of)])
         different = [promises[kind].with_account(one) for kind, one in stated_with]
         return tuple(different[place] for place in place_of)
-
-
-def _instead(events: Sequence[Release], bound: Release | None) -> Sequence[Release]:
-    """The releases, or if anything is released what bounds all that have noise, and those without."""
-    return events if bound is None or not events else [bound, *(event for event in events if not event.private)]

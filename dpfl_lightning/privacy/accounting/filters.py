@@ -5,10 +5,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from dpfl_lightning.privacy.accounting.accountant import Accountant
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, Release
+from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, Release
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered
 
 _HALVINGS = 60
+
+
+def counted_events(events: Sequence[Event], bound: Release | None) -> Sequence[Event]:
+    """Return the events, or if there are any what bounds all of them that have noise, and the others."""
+    return events if bound is None or not events else [bound, *(event for event in events if not event.private)]
 
 
 def whole_budgets(schedules: Sequence[ClientSchedule], accountant: Accountant) -> list[Release | None]:
