@@ -20,9 +20,10 @@ _ABOUT = (
     "Show what all runs on the records of each data holder cost together: epsilon, composed as if one run had planned "
     "them, at the least delta of the runs or that of the limit. limit HOLDER EPSILON DELTA: no run may bring all "
     "runs above that, though later ones are chosen after earlier results; with a limit, a run with an unknown name is "
-    "refused. --unit, --adjacency and --rows_per_person say what it protects. new HOLDER: a name is of a holder of "
-    "whom the account has no records. join HOLDER HOLDER: two names are one holder. add RUN ...: count runs that were "
-    "made elsewhere, or all runs of another account. accept: go on with an older file than was seen last."
+    "refused. --unit, --adjacency and --rows_per_person say what it protects. unlimit HOLDER: remove the limit. new "
+    "HOLDER: a name is of a holder of whom the account has no records. join HOLDER HOLDER: two names are one holder, "
+    "for ever. add RUN ...: count runs that were made elsewhere, or all runs of another account. accept: go on with an "
+    "older file than was seen last."
 )
 _USAGE = "[VERB WORD ...] [FLAGS]"
 _EXAMPLES = (
@@ -34,7 +35,7 @@ _EXAMPLES = (
     "add runs/*",
     "--json",
 )
-_COUNTS = {"": 0, "limit": 3, "new": 1, "join": 2, "accept": 0}  # words after the verb
+_COUNTS = {"": 0, "limit": 3, "unlimit": 1, "new": 1, "join": 2, "accept": 0}  # words after the verb
 
 
 @command
@@ -65,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if flags.verb == "limit":
         account.limit(flags.words[0], _limit(flags))
+    elif flags.verb == "unlimit":
+        account.unlimit(*flags.words)
     elif flags.verb == "new":
         account.new(*flags.words)
     elif flags.verb == "join":
@@ -72,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif flags.verb == "add":
         _add(account, flags.words)
     elif flags.verb == "accept":
-        print(f"The account goes on with {counted(account.accept(), 'line')}.")
+        lines = counted(account.accept(), "line")
+        print(f"The account goes on with {lines}. Set again what was set later: limits, joined names, new ones.")
     holders = account.holders()
     print(json.dumps(_as_dict(account, holders)) if flags.json else shown(_text(account, holders)))
     return 0

@@ -218,7 +218,7 @@ class Population:
     def evidence(self, key: bytes) -> tuple[Evidence, ...]:
         """Return evidence of the records of each client who has some, training and held-out ones, keyed by a secret."""
         pairs = zip(self.train_of, self.held_out_of, strict=True)
-        rows_of = [torch.cat(pair).cpu().numpy() for pair in pairs if len(pair[0])]
+        rows_of = [rows.cpu().numpy() for rows in map(torch.cat, pairs) if len(rows)]
         persons = None if self.persons is None else self.persons.cpu().numpy().astype(np.uint64)
         inputs = lambda rows: take(self.x, torch.from_numpy(rows).to(self.y.device))  # noqa: E731
         return self.raw.evidence(rows_of, inputs, persons, key)

@@ -179,18 +179,19 @@ def compose(
     delta: float | None = None,
     accountant: str | None = None,
     of: Collection[Keys] | None = None,
+    adjacency: str | None = None,
 ) -> dict[Keys, Total]:
     """Return what each holder's releases in all runs cost together, composed as if one run had planned them.
 
     This alone decides which lines are of one holder (`histories`), at which delta (that of the question, else the
-    smallest above 0), under which relation (`relation_of_all`) and sampling (the weakest), and with which accountant
-    (that of the question, else that of all runs, else PLD). Several runs with many different mechanisms, or of clients
-    that cannot be told apart, are composed by RDP. Budgets of `chosen` releases are added.
+    smallest above 0), under which relation (`relation_of_all`, with that of the question) and sampling (the weakest),
+    and with which accountant (that of the question, else that of all runs, else PLD). Several runs with many different
+    mechanisms, or of clients that cannot be told apart, are composed by RDP. Budgets of `chosen` releases are added.
 
     Reference: Rogers et al. (2016), https://arxiv.org/abs/1605.08294, on releases that earlier results have chosen.
     """
     found = histories(lines, of)
-    questions = [_Question(keys, each, delta, accountant) for keys, each in found.items()]
+    questions = [_Question(keys, each, delta, accountant, adjacency) for keys, each in found.items()]
     bounds: dict[Hashable, tuple[float, str]] = {}
     for kind in dict.fromkeys(one.kind for one in questions):
         queries, _ = numbered([query for one in questions if one.kind == kind for query in one.queries])
@@ -252,12 +253,20 @@ def _cost(line: Line) -> Hashable:
 class _Question:
     """What the releases of one holder cost. Its history is one of `each`."""
 
-    def __init__(self, keys: Keys, each: Sequence[History], delta: float | None, accountant: str | None) -> None:
+    def __init__(
+        self,
+        keys: Keys,
+        each: Sequence[History],
+        delta: float | None,
+        accountant: str | None,
+        adjacency: str | None,
+    ) -> None:
         self.keys, self.each = keys, each
         self.lines = [line for history in each for run in history for line in run]
         deltas = [line.delta for line in self.lines if line.delta > 0 and not line.chosen]
         self.delta = min(deltas, default=0.0) if delta is None else delta
-        self.adjacency = relation_of_all([line.adjacency for line in self.lines])
+        relations = [line.adjacency for line in self.lines]
+        self.adjacency = relation_of_all(relations if adjacency is None else [adjacency, *relations])
         named = {line.accountant for line in self.lines}
         self.accountant = accountant or (named.pop() if len(named) == 1 else "pld")
         self.choices = list(itertools.chain(*(itertools.product(*history) for history in each))) if self._few else []
@@ -294,7 +303,8 @@ class _Question:
             words = f"addition of the budgets of {counted(chosen, 'run')} ({CHOSEN})"
             method = f"{method}, and {words}" if any(line.counts for line in self.lines) else words
         own = ADJACENCIES_OF_PERSONS if self.adjacency in ADJACENCIES_OF_PERSONS else ADJACENCIES
-        persons = any(line.adjacency in ADJACENCIES_OF_PERSONS for line in self.lines)
+        relations = {line.adjacency for line in self.lines}
+        persons = not relations.isdisjoint(ADJACENCIES_OF_PERSONS)
         mixed = " by another one of the same person" if persons and own is ADJACENCIES else ""
         return Total(
             keys=self.keys,
@@ -379,7 +389,7 @@ class Limit:
     """Keeps all runs of a holder within (epsilon, delta), though later ones are chosen after results of earlier ones.
 
     It holds under `adjacency`, whoever colludes: every release counts. One for persons counts releases about records by
-    group privacy, with the most rows of a person: those of the run, or else `rows_per_person`; without either they are
+    group privacy, with the most rows of a person that the runs or `rows_per_person` say; without any they are
     unprotected. The RDP of all runs at one order stays within a budget: the order at which Gaussian noise on full
     batches may have the least variance. PLD gives a smaller epsilon, but assumes that all runs were planned beforehand.
     Raises UserError if no order can keep the limit.
@@ -416,7 +426,8 @@ class Limit:
         """Return a line as this limit counts it."""
         if self.adjacency not in ADJACENCIES_OF_PERSONS or line.adjacency in ADJACENCIES_OF_PERSONS:
             return line
-        rows = line.rows_per_person or self.rows_per_person
+        known = [one for one in (line.rows_per_person, self.rows_per_person) if one is not None]
+        rows = max(known, default=None)
 
         def grouped(events: Sequence[Event]) -> tuple[Event, ...]:
             if rows is None:

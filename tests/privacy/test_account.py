@@ -591,6 +591,73 @@ def test_two_ends_of_one_account_are_merged_and_both_count(begun, account, tmp_p
         account.enter(entry("c" * 32, ("lund",), evidence=(records(0),)))
 
 
+def test_a_merge_of_one_key_keeps_what_records_have_joined(account, tmp_path):
+    """Names that records have joined do not become names that the operator has joined: disjoint clients stay so."""
+    shutil.copy(account.path, tmp_path / "other.jsonl") if account.path.exists() else account.key
+    shutil.copy(account.path, tmp_path / "other.jsonl")
+    other = PrivacyAccount(tmp_path / "other.jsonl")
+    with pytest.warns(UserNotice, match="ward 1, ward 2 have records of bergen"):
+        for one, names in (("a", ("bergen",)), ("b", ("ward 1", "ward 2"))):
+            found = (records(0, 200),) if one == "a" else (records(0), records(200))
+            other.enter(entry(one * 32, names, evidence=found))
+            pay(other, [(client, EVENT) for client in range(len(names))])
+    before = [one.together.epsilon for one in other.holders()]
+    assert account.merge(other.path) == 3 and [one.together.epsilon for one in account.holders()] == before
+
+
+def test_a_ledger_that_cannot_be_composed_is_not_added(account, tmp_path):
+    """Its chain proves nothing: anybody can write one."""
+    account.enter(entry("a" * 32, ("bergen",)))
+    pay(account, [(0, EVENT)])
+    before = account.path.read_bytes()
+    for number, (event, changes) in enumerate(
+        [
+            (GaussianEvent(5.0, 1.0, 1), {}),
+            (EVENT, {"accountant": "mine"}),
+            (EVENT, {"adjacency": "add"}),
+            (EVENT, {"delta": (0.0,)}),
+            (SelectionEvent(-1.0, 1), {}),
+        ]
+    ):
+        names = {"names": ["bergen"]}
+        header = Header("pld", "add_remove", "poisson", (DELTA,), (1.0,), identity=names)
+        ledger = Ledger(tmp_path / str(number), dataclasses.replace(header, **changes))
+        ledger.charge([Charge(0, 1, "train", event)])
+        ledger.close()
+        with pytest.raises(UserError):
+            account.add(ledger.path)
+        assert account.path.read_bytes() == before
+
+
+def test_a_torn_line_of_a_killed_run_is_not_added(begun, account, tmp_path):
+    ledger = begun("run")
+    ledger.charge(charge_in(1))
+    ledger.close()
+    for torn in (b'{"round": 6, "numb', b"\0" * 40):
+        shutil.copytree(tmp_path / "run", tmp_path / "torn", dirs_exist_ok=True)
+        with (tmp_path / "torn" / "ledger.jsonl").open("ab") as file:
+            file.write(torn)
+        other = PrivacyAccount(tmp_path / "other.jsonl")
+        assert other.add(tmp_path / "torn" / "ledger.jsonl") in (0, 1)
+        assert other.holders()[0].together.epsilon == TIGHT.epsilon([EVENT], DELTA)
+
+
+def test_what_is_no_account_or_name_is_refused(account, tmp_path, capsys):
+    (tmp_path / "bad.jsonl").write_bytes(b'{"account": 3, "key": 5}\n')
+    for words in (["add", str(tmp_path / "bad.jsonl")], ["limit", "\udcff", "8", "1e-5"], ["new", "../x"]):
+        assert main([*words, "--file", str(account.path)]) == 2
+        assert "must" in capsys.readouterr().err
+    assert main(["--file", "/dev/null"]) == 2 and "be a regular file" in capsys.readouterr().err
+    assert account.holders() == []
+
+
+def test_a_limit_can_be_removed(account, capsys):
+    file = ["--file", str(account.path)]
+    assert main(["unlimit", "bergen", *file]) == 2 and "be one of no holder" in capsys.readouterr().err
+    assert main(["limit", "bergen", "1", "1e-5", *file]) == main(["unlimit", "Bergen", *file]) == 0
+    account.enter(entry("a" * 32, ("lund",)))
+
+
 def test_an_account_of_another_key_is_merged_without_its_digests(account, tmp_path):
     other = PrivacyAccount(tmp_path / "other.jsonl")
     for one, run, name in ((account, "a", "bergen"), (other, "b", "oslo")):
@@ -763,12 +830,29 @@ def test_rows_of_persons_are_counted_in_the_records(runs, rows, counted):
     assert record.rows == (counted,)
 
 
+def test_a_limit_for_persons_takes_the_most_rows_that_anything_says(account):
+    """Neither a run that states fewer, nor a table without its column of persons, makes a person smaller."""
+    account.limit("bergen", Limit(500.0, DELTA, "add_remove_of_persons", rows_per_person=3))
+    account.enter(entry("a" * 32, ("bergen",), rows=4))
+    pay(account, [(0, EVENT)])
+    account.enter(entry("b" * 32, ("bergen",), rows=1))
+    pay(account, [(0, EVENT)])
+    four, three = [of_group(EVENT, 4)], [of_group(EVENT, 3)]
+    of_persons = get_accountant("pld", "add_remove_of_persons")
+    assert account.together()[0].epsilon == of_persons.epsilon(four * 2, DELTA)
+    account.enter(entry("c" * 32, ("bergen",)))
+    pay(account, [(0, EVENT)])
+    assert account.together()[0].epsilon == of_persons.epsilon([*four * 2, *three], DELTA)
+
+
 def test_a_limit_under_replacement_counts_all_runs_so(account):
     account.limit("bergen", Limit(50.0, DELTA, "replace_one"))
     account.enter(entry("a" * 32, ("bergen",)))
     pay(account, [(0, EVENT)])
     together = account.together()[0]
     replaced = Limit(50.0, DELTA, "replace_one").used([[[line("a", [EVENT])]]])
+    assert together.epsilon == get_accountant("pld", "replace_one").epsilon([EVENT], DELTA)
+    assert together.adjacency == "replace one record"
     assert together.used == replaced > Limit(50.0, DELTA).used([[[line("a", [EVENT])]]])
     assert together.limit_adjacency == "replace one record"
 

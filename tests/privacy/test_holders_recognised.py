@@ -459,7 +459,26 @@ def test_a_run_without_privacy_is_refused_on_records_with_a_limit(runs, monkeypa
         with pytest.raises(UserError, match="`privacy` must be set, because there is a limit on bergen"):
             loop.run()
     other = runs.population({"lund": patients(seed=7)})
-    small_loop(other, ClientModule(small_net(3, 2)), privacy=None, clients=ClientOptions(count=1)).run()
+    loop = small_loop(other, ClientModule(small_net(3, 2)), privacy=None, clients=ClientOptions(count=1))
+    with pytest.raises(UserError, match="know all data holders of a run, because there is a limit on bergen"):
+        loop.run()
+    assert runs.command("new", "lund") == 0
+    loop.run()
+
+
+@pytest.mark.parametrize("option", [{"noise_key": "0" * 32}, {"account": None}])
+def test_a_run_that_is_not_charged_is_refused_on_records_with_a_limit(runs, monkeypatch, option):
+    monkeypatch.setenv("DPFL_ACCOUNT", str(runs.account.path))
+    runs.run({"bergen": patients()})
+    assert runs.command(*LIMIT) == 0
+    privacy = PrivacyOptions(epsilon=1.0, delta=DELTA, **option)
+    population = runs.population({"bergen": patients()})
+    loop = small_loop(population, ClientModule(small_net(3, 2)), privacy=privacy, clients=ClientOptions(count=1))
+    (name,) = option
+    with pytest.raises(UserError, match=f"`privacy.{name}` must be .* there is a limit on bergen.*unlimit"):
+        loop.run()
+    assert runs.command("unlimit", "bergen") == 0
+    loop.run()
 
 
 IDS = {

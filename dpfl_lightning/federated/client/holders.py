@@ -41,21 +41,28 @@ class DataHolders:
     def _account(self) -> PrivacyAccount | None:
         """The account of the data holders; None for public data and without protection."""
         chosen = None if self.privacy is None or self.simulated else self.privacy.account
-        if chosen is None or (chosen == AUTO and self.population.origin) or not any(map(len, self.population.train_of)):
+        public = chosen == AUTO and bool(self.population.origin)
+        if chosen is None or public or not any(map(self._has_records, self._everyone)):
             return None
         return PrivacyAccount(users_file() if chosen == AUTO else Path(chosen).expanduser())
 
-    def require_noise(self, plan: RunPlan) -> None:
-        """Raise UserError for a run without privacy on records whose holder has a limit."""
+    def require_charged(self, plan: RunPlan) -> None:
+        """Raise UserError for a run that no account counts on records whose holder has a limit."""
         account = PrivacyAccount(users_file())
-        if self.privacy is not None or self.population.origin or not account.path.is_file():
+        if self._account() is not None or self.population.origin or not account.path.is_file():
             return
         limited = account.limits_on(self._entry(plan, account, "planned", Path("none")))
-        must = f"be set, because there is a limit on {', '.join(limited)}"
-        require(not limited, "privacy", must, None, "Train on other records, or within the limit.")
+        limit = f"because there is a limit on {', '.join(limited)}"
+        advice = "Train on other records, within the limit, or remove it by `dpfl account unlimit`."
+        if self.privacy is None:
+            require(not limited, "privacy", f"be set, {limit}", None, advice)
+        elif self.simulated:
+            require(not limited, "privacy.noise_key", f"be null, {limit}", self.privacy.noise_key, advice)
+        else:
+            require(not limited, "privacy.account", f"be set, {limit}", None, advice)
 
     def _entry(self, plan: RunPlan, account: PrivacyAccount, run: str, ledger: Path) -> RunRecord:
-        own = [client for client in self._everyone if len(self.population.train_of[client])]
+        own = [client for client in self._everyone if self._has_records(client)]
         filters = self.filters(plan)
         schedules, names = [plan.schedule.clients[client] for client in own], self.population.names
         return RunRecord(
@@ -72,6 +79,9 @@ class DataHolders:
             filters=tuple(filters[client] for client in own),
             whole=ENDS_BY_RESULTS in plan.caveats,
         )
+
+    def _has_records(self, client: int) -> bool:
+        return bool(len(self.population.train_of[client]) or len(self.population.held_out_of[client]))
 
     def filters(self, plan: RunPlan) -> list[Release | None]:
         """What bounds all releases of each client, if results decide its noise, else None; see `whole_budgets`."""

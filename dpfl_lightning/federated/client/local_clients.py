@@ -131,7 +131,7 @@ class LocalClients(DataHolders):
         filters = self.filters(plan)
         sealed = identity(plan, self.privacy, self.module, self.population, data_key, filters)
         if ended and earlier is not None:  # it releases nothing more, and the key of the digests is gone
-            sealed["records"] = earlier.identity.get("records")
+            sealed |= {name: earlier.identity[name] for name in ("records", "tables") if name in earlier.identity}
         accountant = get_accountant(plan.accountant, "add_remove" if self.privacy is None else self.privacy.relation)
         header = Header(
             accountant=accountant.name,
@@ -145,7 +145,7 @@ class LocalClients(DataHolders):
         checkpoint = None if saved is None else Head(**saved["ledger"])
         if earlier is not None:  # before the account hears of it: what is refused must not change who has paid
             check_resumed(self.folder.ledger_file, earlier, header)
-        self.require_noise(plan)
+        self.require_charged(plan)
         if (account := self._account()) is not None:
             inside = self.folder.path.resolve() in account.path.resolve().parents
             require(not inside, "privacy.account", "be outside of the run's folder", str(account.path))

@@ -103,7 +103,8 @@ class CumulativeGuarantee:
         if self.limit is not None and self.limit_delta is not None:
             at = "" if self.limit_delta == self.delta else f" at delta {at_most(self.limit_delta)}"
             unit = "" if self.limit_adjacency == self.adjacency else f" ({self.limit_adjacency})"
-            cost += f" of a limit of {at_most(self.limit)}{at}{unit}"
+            used = "" if self.used is None else f", of which {self.used:.1%} is used"
+            cost += f" of a limit of {at_most(self.limit)}{at}{unit}{used}"
         return f"{cost}, at delta {at_most(self.delta)} ({self.adjacency}; {self.sampling}; {self.accountant})"
 
     @property

@@ -14,7 +14,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning.config.names import folded
+from dpfl_lightning.config.names import folded, is_name
+from dpfl_lightning.config.reading import expecting
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.privacy.accounting.events import Event, Release
 from dpfl_lightning.privacy.accounting.guarantee import CumulativeGuarantee
@@ -31,9 +32,16 @@ from dpfl_lightning.privacy.compose import (
     pointwise_maximum,
     relation_of_all,
 )
-from dpfl_lightning.privacy.ledger.account_file import AccountFile, RunRecord, charged_lines, line_of, unite
+from dpfl_lightning.privacy.ledger.account_file import (
+    AccountFile,
+    RunRecord,
+    charged_lines,
+    ledger_line,
+    line_of,
+    unite,
+)
 from dpfl_lightning.privacy.ledger.evidence import Evidence, Match, matches
-from dpfl_lightning.privacy.ledger.file import Charge, chain_of, charges_of, follows, read_header, verify
+from dpfl_lightning.privacy.ledger.file import Charge, chain_of, charges_of, follows, read_header
 from dpfl_lightning.runtime.files import is_locked
 from dpfl_lightning.runtime.strict_json import parsed
 from dpfl_lightning.runtime.text import at_most
@@ -97,13 +105,14 @@ class PrivacyAccount(AccountFile):
     def add(self, path: Path) -> int:
         """Add the run of a ledger that was made elsewhere; return how many releases were lacking. No limit refuses it.
 
-        Raises UserError if the ledger was changed.
+        Raises UserError if the ledger was changed, or cannot be composed.
         """
-        charges: list[Charge] = []
-        header = verify(path, charges.append).header
-        everyone = range(len(header.delta)) if header.planned else sorted({charge.client for charge in charges})
-        clients, named = list(everyone), bool(header.identity.get("names"))
-        plans, rows = header.planned or ((),) * len(header.delta), header.identity.get("privacy.rows_per_person")
+        from dpfl_lightning.privacy.ledger.verify import read, rows_of  # which no run needs
+
+        (ledger,) = read([path]).ledgers
+        header, everyone = ledger.verified.header, range(len(ledger.events))
+        clients = [client for client in everyone if header.planned or ledger.events[client]]
+        plans, named = header.planned or ((),) * len(header.delta), bool(header.identity.get("names"))
         entry = RunRecord(
             run=header.run,
             ledger=str(path.absolute()),
@@ -114,53 +123,67 @@ class PrivacyAccount(AccountFile):
             delta=tuple(header.delta[client] for client in clients),
             planned=tuple(tuple((event, 1) for event in plans[client]) for client in clients),
             evidence=(Evidence(),) * len(clients),
-            rows=(rows if type(rows) is int else None,) * len(clients),
+            rows=(rows_of(header),) * len(clients),
             filters=tuple(header.filters[client] for client in clients),
             whole=bool(header.planned),
         )
         with self._locked() as file:
-            entry, known = self._spelt(entry), self._runs.get(entry.run)
-            if known is None or not entry.holders.keys() <= known[0].holders.keys():
-                self._append(file, [line_of(entry if known is None else _with_clients(known[0], entry))])
-        return self.reconcile(path)[0]
+            self._add_record(file, self._spelt(entry))
+        return self.reconcile(path, ledger.verified.size)[0]
 
     def merge(self, path: Path) -> int:
         """Add all runs of another account, as of another machine or of a copy that went on; return how many releases.
 
         What both have counts once. Names that are one holder there are one here. Limits stay those of this account.
-        Records are compared only if both accounts come from one file, because digests have a key.
+        Records are recognised later only if both come from one file, because digests have a key; else it warns.
+        Raises UserError if the file is no whole account, or has what cannot be composed.
         """
-        other = PrivacyAccount(path)
-        with path.open("rb", buffering=0) as theirs, self._locked() as file:
+        other, lines = PrivacyAccount(path), dict[str, list[bytes]]()
+        with path.open("rb", buffering=0) as theirs, expecting(path, "hold a whole account", "Add its runs instead."):
             other._read(theirs, accept=True)
+            compose(other._lines())
+            contents = list(other._contents(theirs))
+        for content in contents:
+            if "charged" in content:
+                lines.setdefault(content["charged"], []).extend(map(ledger_line, content["lines"]))
+        same_key = other._key == self.key
+        if not same_key and any(any(entry.evidence) for entry, _ in other._runs.values()):
+            warn_user(f"records of the runs in {path} are not recognised in later runs: its digests have another key")
+        with self._locked() as file:
             count = 0
             for entry, _ in other._runs.values():
-                unknown = (Evidence(),) * len(entry.holders)
-                entry = self._spelt(entry if other._key == self._key else replace(entry, evidence=unknown))
-                known = self._runs.get(entry.run)
-                if known is None or not entry.holders.keys() <= known[0].holders.keys():
-                    both = entry if known is None else _with_clients(known[0], entry)
-                    self._append(file, [*self._evidence_lines(both), line_of(both)])
-                new = [
-                    line
-                    for line in other._lines_of(theirs, entry.run)
-                    if chain_of(line) not in self._chains_of[entry.run]
-                ]
+                entry = entry if same_key else replace(entry, evidence=(Evidence(),) * len(entry.holders))
+                self._add_record(file, self._spelt(entry))
+                new = [one for one in lines.get(entry.run, ()) if chain_of(one) not in self._chains_of[entry.run]]
                 self._append(file, charged_lines(entry.run, new))
                 count += sum(len(charges_of(parsed(line))) for line in new)
-            groups = [sorted(map(self._name, group)) for group in dict.fromkeys(other._same.values())]
-            pairs = [(name, one) for name, *others in groups for one in others if one not in self._group(name)]
-            self._append(file, [{"joined": [*pair]} for pair in pairs])
+            for content in contents:
+                names = [self._name(name) for name in content.get("same", content.get("joined", ()))]
+                known = self._declared if "joined" in content else self._same
+                if names and names[1] not in known.get(names[0], {names[0]}):
+                    self._append(file, [{name: value for name, value in content.items() if name != "chain"}])
         return count
 
-    def reconcile(self, path: Path) -> tuple[int, list[bytes]]:
-        """Add the lines of a run's ledger that the account lacks.
+    def _add_record(self, file: FileIO, entry: RunRecord) -> None:
+        """Write a run down, or the clients and the evidence of it that the account lacks."""
+        known = self._runs.get(entry.run)
+        if known is not None:
+            before, evidence = known[0], dict(zip(entry.holders, entry.evidence, strict=True))
+            each = zip(before.holders, before.evidence, strict=True)
+            whole = replace(before, evidence=tuple(own or evidence.get(client, own) for client, own in each))
+            entry = _with_clients(whole, entry)
+        if known is None or entry != known[0]:
+            self._append(file, [*self._evidence_lines(entry), line_of(entry)])
+
+    def reconcile(self, path: Path, size: int) -> tuple[int, list[bytes]]:
+        """Add the lines of a run's ledger, whose first `size` bytes were verified, that the account lacks.
 
         Returns:
             How many releases were lacking; and the lines of the account that go on where the ledger ends, because a
             crash came between the two, or a copy of the ledger went on.
         """
-        lines = path.read_bytes().splitlines(keepends=True)
+        with path.open("rb") as ledger:
+            lines = ledger.read(size).splitlines(keepends=True)
         header, end = read_header(path), chain_of(lines[-1])
         assert header is not None  # its run has entered
         with self._locked() as file:
@@ -174,7 +197,8 @@ class PrivacyAccount(AccountFile):
         """Return the lines of a ledger, in the account, that go on from this chain; of several copies, the first."""
         found: list[bytes] = []
         if next(reversed(self._chains_of[run]), chain) != chain:
-            for line in self._lines_of(file, run):
+            contents = (content for content in self._contents(file) if content.get("charged") == run)
+            for line in (ledger_line(fields) for content in contents for fields in content["lines"]):
                 if follows(line, chain):
                     found.append(line)
                     chain = chain_of(line)
@@ -230,19 +254,31 @@ class PrivacyAccount(AccountFile):
         return [Holder(tuple(sorted(group)), one) for group, one in zip(groups, together, strict=True)]
 
     def limits_on(self, record: RunRecord) -> list[str]:
-        """Return the data holders of a run, by their names or records, who have a limit. Nothing is written down."""
+        """Return the data holders of a run, by their names or records, who have a limit. Nothing is written down.
+
+        Raises UserError for an unknown name if there is a limit.
+        """
         with self._locked(), self._united(self._joins(record)):
+            self._require_known(record)
             nameless = NAMELESS in record.holders.values()
             groups = [self._group(name) for name in (self._limits if nameless else record.holders.values())]
             return sorted({min(group) for group in groups if self._limits_of(group)})
 
     def limit(self, holder: str, limit: Limit) -> None:
         """Set the limit on all runs on the records of a holder."""
+        _check_name(holder)
         with self._locked() as file:
             self._append(file, [{"limit": holder, **vars(limit)}])
             known = self._names()
         if known and self._name(holder) not in known:
             warn_user(f"no run of {holder} is in the account yet; its data holders are {', '.join(sorted(known))}")
+
+    def unlimit(self, holder: str) -> None:
+        """Remove the limit on a holder. Raises UserError if there is none."""
+        with self._locked() as file:
+            name, known = self._name(holder), ", ".join(sorted(self._limits)) or "no holder"
+            require(name in self._limits, "HOLDER", f"be one of {known}, on whom there is a limit", holder)
+            self._append(file, [{"unlimited": name}])
 
     def join(self, one: str, other: str) -> None:
         """Say that two names are of one holder."""
@@ -255,6 +291,7 @@ class PrivacyAccount(AccountFile):
 
     def new(self, holder: str) -> None:
         """Say that a name is of a holder whom the account does not know. What records show of it stays."""
+        _check_name(holder)
         with self._locked() as file:
             self._append(file, [{"new": holder}])
             name = self._name(holder)
@@ -336,7 +373,12 @@ class PrivacyAccount(AccountFile):
                         rows_per_person=_most([entry.rows[place] for place in of_one]),
                     )
                     lines.append(line)
-        return lines
+        most: dict[Keys, int] = {}  # rows of a person, as any run of the holder shows or says
+        for line in lines:
+            most[line.keys] = max(most.get(line.keys, 0), line.rows_per_person or 0)
+        return [
+            line if line.rows_per_person is None else replace(line, rows_per_person=most[line.keys]) for line in lines
+        ]
 
     def _limits_of(self, group: Collection[str]) -> list[Limit]:
         return [self._limits[name] for name in group if name in self._limits]
@@ -352,7 +394,9 @@ class PrivacyAccount(AccountFile):
             asked = [_keys(group) for group, (at, _) in zip(groups, limits, strict=True) if at == limit]
             own_lines = lines if limit is None else [limit.in_its_unit(line) for line in lines]
             delta = None if limit is None else limit.delta
-            totals |= {(keys, limit): total for keys, total in compose(own_lines, delta, of=asked).items()}
+            relation = None if limit is None else limit.adjacency
+            found = compose(own_lines, delta, of=asked, adjacency=relation)
+            totals |= {(keys, limit): total for keys, total in found.items()}
         each = zip(groups, limits, strict=True)
         return [totals[_keys(group), limit].beside(own, limit, used) for group, (limit, used) in each]
 
@@ -480,6 +524,11 @@ class PrivacyAccount(AccountFile):
         finally:
             self._same.clear()
             self._same.update(same)
+
+
+def _check_name(holder: str) -> None:
+    must = "be a name: at most 100 characters, no path, markup or control character"
+    require(is_name(folded(holder)), "HOLDER", must, holder)
 
 
 def _named(group: Collection[str]) -> str:

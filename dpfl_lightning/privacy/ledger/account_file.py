@@ -18,7 +18,7 @@ from typing import Any
 
 from dpfl_lightning.config.names import folded
 from dpfl_lightning.config.reading import check_format, expecting
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.planned import numbered
 from dpfl_lightning.privacy.compose import Limit
@@ -90,6 +90,8 @@ class AccountFile:
         except OSError as error:
             must, advice = "be a folder that can be written", "Set XDG_STATE_HOME, or privacy.account to null."
             raise UserError(f"`{self._seen.parent}` must {must}, got {error.strerror}. {advice}") from None
+        regular = self.path.is_file() or not self.path.exists()
+        require(regular, str(self.path), "be a regular file", "another kind", f"Set {PLACE} to the path of a file.")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
@@ -172,6 +174,8 @@ class AccountFile:
         elif "limit" in content:
             limit = Limit(**{name: content[name] for name in Limit.__dataclass_fields__})
             self._limits[self._as_first_written(content["limit"])] = limit
+        elif "unlimited" in content:
+            self._limits.pop(self._as_first_written(content["unlimited"]), None)
         elif "refused" in content:
             pairs = [(self._as_first_written(name), self._seen_evidence[one]) for name, one in content["refused"]]
             self._refused |= dict.fromkeys(pairs)
@@ -225,13 +229,12 @@ class AccountFile:
         self._remember()
 
     @staticmethod
-    def _lines_of(file: FileIO, run: str) -> Iterator[bytes]:
-        """Yield the lines of a run's ledger that are in the file of an account."""
+    def _contents(file: FileIO) -> Iterator[dict[str, Any]]:
+        """Yield the content of each complete line of the file."""
         file.seek(0)
         for line in (file.read() or b"").splitlines(keepends=True):
-            content = parsed(line) if line.endswith(b"\n") else {}
-            for fields in content["lines"] if content.get("charged") == run else ():
-                yield json.dumps(fields).encode() + b"\n"
+            if line.endswith(b"\n"):
+                yield parsed(line)
 
     def _evidence_lines(self, entry: RunRecord) -> list[dict[str, Any]]:
         """Return a line for the evidence of a run that is not in the account; a line of a run refers to it."""
@@ -282,6 +285,11 @@ def line_of(entry: RunRecord) -> dict[str, Any]:
     fields["evidence"] = [one.name for one in entry.evidence]
     fields["filters"] = [None if one is None else one.as_dict() for one in entry.filters]
     return {**fields, "holders": [*entry.holders.items()], "planned": planned, "plan_of": places}
+
+
+def ledger_line(fields: Mapping[str, Any]) -> bytes:
+    """Return the line of a ledger with these fields, as it was written."""
+    return json.dumps(fields).encode() + b"\n"
 
 
 def charged_lines(run: str, lines: Sequence[bytes]) -> list[dict[str, Any]]:

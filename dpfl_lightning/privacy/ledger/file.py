@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dpfl_lightning.config.names import is_name
 from dpfl_lightning.config.reading import check_format, expecting, read_bytes
@@ -24,10 +24,12 @@ from dpfl_lightning.privacy.accounting.events import Release, event_of
 from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.strict_json import parsed
 
+T = TypeVar("T")
+
 VERSION = 3
 _DIGITS = re.compile("[0-9a-f]{32}")  # of a run's name, and of a chain
 _SALT = re.compile("[0-9a-f]{16}")
-_MOST_CLIENTS = 10_000_000
+_MOST_CLIENTS = 1_000_000
 NO_CHAIN = "0" * 32  # chain before the first line
 _TAIL = len(f', "chain": "{NO_CHAIN}"}}\n')
 _UNLINKED = "a line that does not follow the one before: a line was edited, inserted, moved or removed"
@@ -72,8 +74,7 @@ class Header:
         given = self.identity.get("planned")
         if given is None:
             return ()
-        different = [tuple(map(release_of, events)) for events in given["events"]]
-        return tuple(different[place] for place in given["of"])
+        return _by_place([tuple(map(release_of, events)) for events in given["events"]], given["of"])
 
     @property
     def filters(self) -> tuple[Release | None, ...]:
@@ -82,7 +83,7 @@ class Header:
         if given is None:
             return (None,) * len(self.delta)
         different = [None if fields is None else release_of(fields) for fields in given["events"]]
-        return tuple(different[place] for place in given["of"])
+        return _by_place(different, given["of"])
 
     def name_of(self, client: int) -> str:
         """Return the name of a client for reports; its number if the run gave it none."""
@@ -325,6 +326,15 @@ def sealed(body: bytes, before: str) -> bytes:
 def follows(line: bytes, before: str) -> bool:
     """Return whether a complete line goes on from the line with this chain."""
     return line == sealed(line[:-_TAIL], before)
+
+
+def _by_place(values: Sequence[T], places: object) -> tuple[T, ...]:
+    """Return the value at each place. Raises ValueError or TypeError unless these are places."""
+    if not isinstance(places, list):
+        raise TypeError(places)
+    if not all(_is_count(place) and place < len(values) for place in places):
+        raise ValueError(places)
+    return tuple(values[place] for place in places)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -138,7 +138,7 @@ class Ledger:
 
     def _follow(self, account: PrivacyAccount) -> None:
         """Bring the file and the account together: each gets the lines of this run that only the other has."""
-        added, behind = account.reconcile(self.path)
+        added, behind = account.reconcile(self.path, os.fstat(self._file.fileno()).st_size)
         if added:
             words = f"the account lacked {counted(added, 'release')} of this run, which it counts from now on"
             warn_user(f"{words}: {account.path} was changed, or an older copy")

@@ -5,12 +5,13 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from dpfl_lightning.config.names import folded
 from dpfl_lightning.config.options import MOST_ROWS
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.events import Caveat, Release
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.compose import Keys, Line, Total, compose
-from dpfl_lightning.privacy.ledger.file import Charge, Verified, head_file, verify
+from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,9 +73,10 @@ def read(
     ledgers = tuple(map(_verified, paths))
     headers = [ledger.verified.header for ledger in ledgers]
     require(len({header.run for header in headers}) == len(headers), "RUN", "name each run once", headers[0].run)
-    names = {tuple(map(header.name_of, range(len(header.delta)))) for header in headers}
-    numbers = len(ledgers) == 1 or (one_population and len(names) == 1)
-    lines = [line for ledger in ledgers for line in _lines(ledger, numbers)]
+    every = {tuple(map(header.name_of, range(len(header.delta)))) for header in headers}
+    numbers = len(ledgers) == 1 or (one_population and len(every) == 1)
+    written = dict[str, str]()  # name as it is compared -> as it is written first
+    lines = [line for ledger in ledgers for line in _lines(ledger, numbers, written)]
     try:
         guaranteed = compose(lines, delta, accountant)
         paid = guaranteed
@@ -86,6 +88,12 @@ def read(
         raise UserError(f"`{paths[0]}` must hold events that can be composed, got an error: {error}") from None
     matched = "name" if all(line.keys for line in lines) else "nothing"
     return Composed(ledgers, matched, tuple(paid.values()), tuple(guaranteed.values()))
+
+
+def rows_of(header: Header) -> int | None:
+    """Return the most rows of a person that a run states, if it does."""
+    most = header.identity.get("privacy.rows_per_person")
+    return most if type(most) is int and 1 <= most <= MOST_ROWS else None
 
 
 def _verified(path: Path) -> VerifiedLedger:
@@ -107,17 +115,20 @@ def _verified(path: Path) -> VerifiedLedger:
     return VerifiedLedger(path, verified, paid, counts)
 
 
-def _lines(ledger: VerifiedLedger, numbers: bool) -> list[Line]:
-    """Return what each client of a ledger has released. Its name is its key, or its number, if these are known."""
+def _lines(ledger: VerifiedLedger, numbers: bool, written: dict[str, str]) -> list[Line]:
+    """Return what each client of a ledger has released. Its name is its key, or its number, if these are known.
+
+    Names are compared as in an account; `written` has those of earlier ledgers.
+    """
     header = ledger.verified.header
     known, plans = numbers or bool(header.identity.get("names")), header.planned or (None,) * len(ledger.events)
-    filters = header.filters
-    most, caveats = header.identity.get("privacy.rows_per_person"), tuple(map(Caveat, header.caveats))
+    filters, names = header.filters, map(header.name_of, range(len(header.delta)))
+    caveats = tuple(map(Caveat, header.caveats))
     return [
         Line(
             run=header.run,
             client=client,
-            keys=Keys([header.name_of(client)] if known else []),
+            keys=Keys([written.setdefault(folded(name), name)] if known else []),
             released=(*events, *caveats),
             delta=header.delta[client],
             adjacency=header.adjacency,
@@ -126,7 +137,7 @@ def _lines(ledger: VerifiedLedger, numbers: bool) -> list[Line]:
             budget=header.epsilon[client],
             planned=plans[client],
             filter=(bound,) if events and (bound := filters[client]) else None,
-            rows_per_person=most if type(most) is int and 1 <= most <= MOST_ROWS else None,
+            rows_per_person=rows_of(header),
         )
-        for client, events in enumerate(ledger.events)
+        for client, (events, name) in enumerate(zip(ledger.events, names, strict=True))
     ]
