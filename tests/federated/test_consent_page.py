@@ -11,6 +11,7 @@ from pathlib import Path
 import pandas
 import pytest
 import sites
+import torch
 from pages import EVIL, Reader, words_of
 from sites import federation, planned, state_of
 
@@ -19,8 +20,9 @@ from dpfl_lightning.commands.node import main
 from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.runtime.spoken import words_of as spoken
 from dpfl_lightning.sites import wire
-from dpfl_lightning.sites.node.accept import accept, site_of
+from dpfl_lightning.sites.node.accept import accept, open_study, site_of
 from dpfl_lightning.sites.node.records import settings_of, site_population
+from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.node.state import StateFolder
 from dpfl_lightning.sites.server.clients import Sites
 from dpfl_lightning.sites.server.deploy import loop_over, planning_loop, terms_of
@@ -191,6 +193,19 @@ def test_what_changed_since_the_last_plan_is_said(tmp_path):
     assert "columns none" not in page and "label what" not in page
 
 
+def test_without_the_rows_of_one_person_the_plan_is_refused(tmp_path):
+    """As the page says about the withdrawal of one person."""
+    (cork, *_), terms = of_tables(tmp_path)
+    accept(cork, terms, 2.5)
+    assert Node(cork, open_study).problem(digest(terms)) is None
+    file = tmp_path / "cork.csv"
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if ",cork7," not in line))
+    assert "must have the public facts of this site" in Node(cork, open_study).problem(digest(terms))
+    assert "starts the node again. The plan, which states the number of records" in words_of(
+        shown(cork, terms, tmp_path)
+    )
+
+
 @pytest.mark.e2e
 def test_the_page_is_completed_after_the_run_and_what_may_be_deleted_may(tmp_path, capsys):
     nodes, terms, options = federation(tmp_path)
@@ -281,7 +296,7 @@ def hostile(folder: Path) -> dict[str, dict]:
     return plans
 
 
-def test_fifty_hostile_plans_open_and_import_nothing_that_an_honest_one_does_not(tmp_path, monkeypatch, capsys):
+def test_fifty_hostile_plans_build_open_and_import_nothing_that_an_honest_one_does_not(tmp_path, monkeypatch, capsys):
     (tmp_path / "bait_module.py").write_text("raise SystemExit('imported')")
     (tmp_path / "bait.txt").write_text("bait")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -296,7 +311,8 @@ def test_fifty_hostile_plans_open_and_import_nothing_that_an_honest_one_does_not
     with traced() as usual:
         shown(state, honest, tmp_path)
         shown(state, refused, tmp_path)
-    usual, plans, pages = {*usual}, hostile(tmp_path), 0
+    usual, plans, pages, built = {*usual}, hostile(tmp_path), 0, []
+    monkeypatch.setattr(torch.nn.Module, "__init__", lambda self, *args, **options: built.append(type(self)))
     assert len(plans) >= 50 and any(name == "open" and "plan.json" in path for name, path in usual)
     file, page = str(tmp_path / "plan.json"), tmp_path / "page.html"
     for name, changed in plans.items():
@@ -308,7 +324,7 @@ def test_fifty_hostile_plans_open_and_import_nothing_that_an_honest_one_does_not
                 code = main(["accept", str(state.path), file, "--show", *flags])
             pages += page.exists()
             assert code in (0, 2), name
-            assert {*seen} - usual == set(), name
+            assert {*seen} - usual == set() and not built, name
             assert not state.plans() and "bait_module" not in sys.modules, name
         capsys.readouterr()
     assert pages >= 40, "most of them are shown, and refused with their reason"
