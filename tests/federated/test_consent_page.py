@@ -170,6 +170,17 @@ def test_what_the_server_writes_is_escaped_and_a_literal(tmp_path):
     assert "which the server names and this site has not fixed: the node refuses it" in words_of(page)
 
 
+def test_facts_that_only_the_server_states_are_not_said_in_the_words_of_the_program(tmp_path):
+    terms, state = planned(tmp_path), state_of(tmp_path, 0, key=None)
+    lies = {"schema": {"columns": ["all of it is safe"], "label": ["all of it is safe"]}, "unit": "harmless"}
+    liars = tuple(dataclasses.replace(one, **lies) for one in terms.sites)
+    page = words_of(shown(state, dataclasses.replace(terms, sites=liars), tmp_path))
+    assert "harmless" not in page.replace("'unit harmless instead of record'", "") and "does not fit" in page
+    assert "none by name: records are numbers of shape" in page and page.count("all of it is safe") <= 1
+    other = dataclasses.replace(terms, version="0.0 and safe")
+    assert "dpfl_lightning 0.0" not in words_of(shown(state, other, tmp_path))
+
+
 def test_what_changed_since_the_last_plan_is_said(tmp_path):
     first, state = planned(tmp_path), state_of(tmp_path, 0, key=None)
     accept(state, first)
@@ -186,7 +197,7 @@ def test_what_changed_since_the_last_plan_is_said(tmp_path):
     for part in (
         "budget epsilon 2, delta 0.001 epsilon 1, delta 0.001",
         "rounds 2 3",
-        "{'name': 'logistic'} {'task': None}",
+        "option model.name 'logistic' 'convnet'",
         "With 1 other plan that this node has accepted, all plans together cost epsilon 3 and delta 0.002: at most 21",
     ):
         assert part in page, part

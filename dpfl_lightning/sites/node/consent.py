@@ -5,6 +5,7 @@ It is made from the plan as data and from the site's own facts: nothing that a p
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shlex
 from collections.abc import Mapping
@@ -12,20 +13,21 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import dpfl_lightning
 from dpfl_lightning.errors import shortened
-from dpfl_lightning.privacy.accounting.guarantee import released_words
 from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.privacy.ledger.verify import read
 from dpfl_lightning.reporting.odds import Odds
 from dpfl_lightning.reporting.site_page import SitePlan, SiteScores, site_page
 from dpfl_lightning.runtime.spoken import SHORTEST, words_of
-from dpfl_lightning.runtime.text import at_most, counted
+from dpfl_lightning.runtime.text import at_most, counted, flattened
 from dpfl_lightning.sites.exchange import Site, Terms
 from dpfl_lightning.sites.node.state import Reservation, Settings, StateFolder
-from dpfl_lightning.sites.terms import client_of, cost_of, model_words, read_terms, server_words
+from dpfl_lightning.sites.terms import client_of, cost_of, model_words, privacy_of, read_terms, server_words
 from dpfl_lightning.sites.wire import digest
 
 _MOST_SITES = 50  # in the table
+_MOST_CHANGES = 30  # in the table
 _SHOWN = 200  # characters of a text of the server in a table
 _NO_CONTACT = "Contact for questions about this study: ____________________________________________"
 
@@ -48,7 +50,7 @@ def completed_page(folder: Path, scores: SiteScores) -> str:
 def _plan(state: StateFolder, terms: Terms, verdict: str = "", contact: str = "") -> SitePlan:
     settings, plans, hashed = state.settings(), state.plans(), digest(terms)
     client = client_of(terms, settings.name)
-    planned, site, plan = cost_of(terms, client), terms.sites[client], terms.plan
+    planned, plan = cost_of(terms, client), terms.plan
     cost = planned.guarantee
     is_accepted = hashed in plans
     since, changes = _changes(state, terms, client)
@@ -67,8 +69,8 @@ def _plan(state: StateFolder, terms: Terms, verdict: str = "", contact: str = ""
         warning=key if settings.test_key is not None else "",
         guarantee=cost,
         records=f"{planned.num_records:,} {cost.unit}s of this site, for training",
-        columns=_columns(site),
-        label=_label(site),
+        columns=_columns(state.site()),
+        label=_label(state.site()),
         model=_model(plan.options.get("model"), settings),
         options=[line.strip() for line in model_words(plan)[1:]],
         server_words=[*map(server_words, [f"This run uses {strategies}.", *plan.caveats])],
@@ -82,7 +84,7 @@ def _plan(state: StateFolder, terms: Terms, verdict: str = "", contact: str = ""
         contact=f"Contact for questions about this study: {contact}." if contact else _NO_CONTACT,
         run=f"{terms.run}, at most {counted(plan.rounds, 'round')}; each {cost.unit}'s part is clipped to "
         f"{plan.settings[client].clip_norm:g}",
-        version=terms.version,
+        version=dpfl_lightning.__version__,
         spent=_spent(state, hashed) if is_accepted else "",
     )
 
@@ -123,7 +125,11 @@ def _row(terms: Terms, client: int) -> tuple[str, str, str]:
     site, settings, schedule = terms.sites[client], terms.plan.settings[client], terms.plan.schedule.clients[client]
     budget = min(schedule.target_epsilon, settings.epsilon)
     epsilon = at_most(budget) if math.isfinite(budget) else "without a bound"
-    return site.name, f"{site.num_records:,} {site.unit}s", f"epsilon {epsilon}, delta {at_most(settings.delta)}"
+    return (
+        site.name,
+        f"{site.num_records:,} {privacy_of(terms)['unit']}s",
+        f"epsilon {epsilon}, delta {at_most(settings.delta)}",
+    )
 
 
 def _together(state: StateFolder, reservation: Reservation, is_accepted: bool) -> str:
@@ -160,25 +166,31 @@ def _changes(state: StateFolder, terms: Terms, client: int) -> tuple[str, list[t
     last = max(before, key=lambda file: file.stat().st_mtime)
     old = read_terms(last)
     one, other = _compared(old, client_of(old, state.settings().name)), _compared(terms, client)
-    changes = [(what, one[what], other[what]) for what in one if one[what] != other[what]]
+    both = [*dict.fromkeys([*one, *other])]
+    changes = [(what, one.get(what, "-"), other.get(what, "-")) for what in both if one.get(what) != other.get(what)]
     compared = f"Compared with the plan {last.parent.name[:12]}, which this site accepted last"
-    return f"{compared}, {'these points differ:' if changes else 'only the name of the run differs.'}", changes
+    if digest(dataclasses.replace(terms, run=old.run)) == digest(old):
+        return f"{compared}, only the name of the run differs.", []
+    more = f" {counted(len(changes) - _MOST_CHANGES, 'further option')} differ, too." * (len(changes) > _MOST_CHANGES)
+    differ = (
+        "these points differ:" if changes else "no option differs, but facts about sites or the code of a strategy do."
+    )
+    return f"{compared}, {differ}{more}", changes[:_MOST_CHANGES]
 
 
 def _compared(terms: Terms, client: int) -> dict[str, str]:
-    """Return what of a plan is compared with another one, as texts."""
+    """Return what of a plan is compared with another one, as texts; options, which the server wrote, as literals."""
     plan, site, schedule = terms.plan, terms.sites[client], terms.plan.schedule.clients[client]
-    model = "; ".join(line.strip() for line in model_words(plan)[1:])
+    options = {f"option {name}": shortened(repr(value), _SHOWN) for name, value in flattened(plan.options).items()}
+    lines = [f"{line.count} {line.purpose} ({', '.join(map(str, line.event.cells()))})" for line in schedule.planned]
     return {
         "budget": _row(terms, client)[2],
         "records": _row(terms, client)[1],
-        "columns": _columns(site),
-        "label": _label(site),
         "rounds": str(plan.rounds),
-        "releases": "; ".join(released_words(schedule.events(), schedule.releases)),
+        "releases (sample rate, noise multiplier, steps each)": "; ".join(lines),
         "clipped to": f"{plan.settings[client].clip_norm:g}",
-        "model": shortened(model, _SHOWN),
+        "code and layers of the model, by digest": terms.module[:12],
         "strategies": shortened(repr([name.partition(" ")[2] for name in plan.strategies]), _SHOWN),
         "other sites": ", ".join(one.name for one in terms.sites if one.name != site.name),
-        "version": terms.version,
+        **options,
     }
