@@ -25,6 +25,7 @@ _HOME = {
     "Strategy": "federated.server.strategy",
     "UserError": "errors",
     "load_distilled": "papers.distilled_data",
+    "load_model": "models.saved",
 }
 __all__ = list(_HOME)
 

@@ -8,6 +8,7 @@ from dpfl_lightning.federated.server.callback import Callback as Callback
 from dpfl_lightning.federated.server.results import RunResult as RunResult
 from dpfl_lightning.federated.server.strategy import Strategy as Strategy
 from dpfl_lightning.loop import FederatedLoop as FederatedLoop
+from dpfl_lightning.models.saved import load_model as load_model
 from dpfl_lightning.papers.distilled_data import DistilledDataModule as DistilledDataModule
 from dpfl_lightning.papers.distilled_data import load_distilled as load_distilled
 from dpfl_lightning.papers.sets.distilled_set import DistilledSet as DistilledSet

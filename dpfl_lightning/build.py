@@ -99,21 +99,16 @@ def _build_model(options: Options, population: Population | Facts) -> nn.Module:
     torch.manual_seed(options.seed)
     model = dict(options.model)
     model.pop("class_priors", None)  # of the loss
-    fix = model.pop("fix", False)
-    require(isinstance(fix, bool), "model.fix", "be true or false", fix)
     if "class_path" in model:
-        path, arguments = model.pop("class_path"), model.pop("init_args", None) or {}
+        path, arguments, fix = model.pop("class_path"), model.pop("init_args", None) or {}, model.pop("fix", False)
+        require(isinstance(fix, bool), "model.fix", "be true or false", fix)
         require(not model, "model", "have class_path, init_args, fix and class_priors only", ", ".join(model))
         made = made_by("model", path, arguments)
         require(isinstance(made, nn.Module), "model.class_path", "return a torch.nn.Module", type(made).__name__)
         of_module = isinstance(made, ClientModule)
         require(not (fix and of_module), "model.fix", "be left out", fix, "Write ClientModule(model, fix=True).")
         return models.fixed(made) if fix else made
-    name, personal = model.pop("name"), model.pop("personal_input", False)
-    require(isinstance(personal, bool), "model.personal_input", "be true or false", personal)
-    net = models.build(name, population.input_shape, population.num_classes, **model)
-    net = models.fixed(net) if fix else net
-    return models.PersonalInput(net, population.input_shape) if personal else net
+    return models.named(model, population.input_shape, population.num_classes)
 
 
 def build_engine(name: str, workers: int | None = None) -> SerialEngine:

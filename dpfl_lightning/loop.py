@@ -81,10 +81,10 @@ class FederatedLoop(RunSession):
     Args:
         population: the clients' private records, and the records for evaluation.
         module: one client's step, or an `nn.Module` or LightningModule, which `ClientModule` wraps. Its parameters are
-            the initial model, and after `run`, also after an interruption, the trained one, as in `model.pt`. If there
-            are several models, `client_model` returns each client's; the module has their mean if every client has its
-            own, and the initial parameters if clusters have theirs. Personal parameters always keep their initial
-            values, and the module its mode.
+            the initial model, and after `run`, also after an interruption, the trained one, as in `model.safetensors`.
+            If there are several models, `client_model` returns each client's; the module has their mean if every client
+            has its own, and the initial parameters if clusters have theirs. Personal parameters always keep their
+            initial values, and the module its mode.
         privacy: None is a run without privacy.
         strategies: at most one is an aggregation rule. Without one a strategy's `default_base` is added, or DPFedAvg.
         callbacks: nothing is printed without `Progress()`, as in `callbacks=[Progress()]`. Strategies may be here, too.

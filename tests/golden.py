@@ -9,6 +9,7 @@ not compared. Exit status 1 names what differs. The data is random. It takes min
 
 import argparse
 import difflib
+import functools
 import hashlib
 import json
 import os
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from test_conf import shrunken, write_fashion
 
 KEY = "0123456789abcdef0123456789abcdef"
@@ -46,6 +48,9 @@ NODES = ["--clients.count", "2", "--privacy.epsilon", "[2, 4]", "--engine.device
 DRAWN = ("run", "module")  # parts of a plan that differ each time, or with the source of a model
 #: commands that move: where each is, the first that a checkout has
 PLACES = {"reproduce": ("experiments/papers", "dpfl_lightning/reproduce.py")}
+
+#: ends of the files of models, and how they are read
+READ = {".safetensors": load_file, ".pt": functools.partial(torch.load, weights_only=True)}
 
 Answers = dict[str, Any]
 
@@ -222,9 +227,9 @@ def released(folder: Path) -> Answers:
         ValueError: there are no parameters, charges or epsilons to compare.
     """
     result = json.loads((folder / "result.json").read_text())
-    kept = sorted(path for path in folder.glob("*.pt") if not path.name.startswith("checkpoint"))
+    kept = sorted(path for path in folder.iterdir() if path.suffix in READ and not path.name.startswith("checkpoint"))
     return {
-        "tensors": {path.name: digest_of(torch.load(path, weights_only=True)) for path in some(kept, "parameters")},
+        "tensors": {path.stem: digest_of(READ[path.suffix](path)) for path in some(kept, "parameters")},
         "charges": charges_of(folder / "ledger.jsonl"),
         "epsilons": some([client["epsilon_spent"] for client in result["clients"]], "epsilons"),
         "accuracy": result["test_accuracy"],

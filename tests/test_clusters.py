@@ -20,6 +20,7 @@ import warm
 import yaml
 from conftest import FIXED_KEY
 from ranked_runs import free_port, slurm
+from safetensors.torch import load_file
 
 from dpfl_lightning.commands.fit import main as fit
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -110,7 +111,7 @@ def test_a_killed_and_restarted_job_is_the_unbroken_one(file, tmp_path):
 
 
 def same_run(ours: Path, theirs: Path) -> None:
-    models = [torch.load(folder / "model.pt", weights_only=True) for folder in (ours, theirs)]
+    models = [load_file(folder / "model.safetensors") for folder in (ours, theirs)]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[1])
     assert read_ledger(ours / "ledger.jsonl") == read_ledger(theirs / "ledger.jsonl")
 

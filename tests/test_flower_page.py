@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import FIXED_KEY
+from safetensors.torch import load_file
 
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 
@@ -67,7 +68,7 @@ def test_the_page_gives_the_bits_and_ledgers_of_the_simulation(tls, tmp_path):
         os.killpg(process.pid, signal.SIGTERM)  # the SuperLink, the SuperNodes and the nodes
     log = (tmp_path / "log").read_text()
     assert status == 0 and "1 plan verified" in log and "The chain is intact" in log, log
-    models = [torch.load(tmp_path / folder / "model.pt") for folder in ("simulated", "runs/sites")]
+    models = [load_file(tmp_path / folder / "model.safetensors") for folder in ("simulated", "runs/sites")]
     assert all(torch.equal(*(one[name] for one in models)) for name in models[0])
     expected = read_ledger(tmp_path / "simulated" / "ledger.jsonl")
     for client, site in enumerate(SITES):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from golden import differences, released
+from safetensors.torch import save_file
 
 CHARGE = {"round": 1, "number": 0, "clients": [0, [2, 4]], "purpose": "train", "event": {"steps": 3}}
 CLIENT = {"epsilon_spent": 1.5}
@@ -14,10 +15,12 @@ CLIENT = {"epsilon_spent": 1.5}
 def run(tmp_path):
     """`run(clients, charges, weight)`: what a run released."""
 
-    def written(clients=(CLIENT,), charges=(CHARGE,), weight=1.0):
+    def written(clients=(CLIENT,), charges=(CHARGE,), weight=1.0, save=save_file, suffix=".safetensors"):
         (tmp_path / "result.json").write_text(json.dumps({"clients": clients, "test_accuracy": 0.5}))
         (tmp_path / "ledger.jsonl").write_text("\n".join(map(json.dumps, [{}, *charges])))
-        torch.save({"weight": torch.full((2,), weight)}, tmp_path / "model.pt")
+        for file in tmp_path.glob("model.*"):
+            file.unlink()
+        save({"weight": torch.full((2,), weight)}, tmp_path / f"model{suffix}")
         return released(tmp_path)
 
     return written
@@ -51,3 +54,8 @@ def test_a_missing_key_is_an_error(run, key, missing):
 def test_nothing_is_not_compared_with_nothing(run, none):
     with pytest.raises(ValueError, match=r"no (epsilons|charges) to compare"):
         run(**none)
+
+
+def test_models_are_compared_whatever_wrote_them(run):
+    """A checkout from before safetensors writes what `torch.save` does."""
+    assert run() == run(save=torch.save, suffix=".pt")

@@ -322,8 +322,8 @@ def test_a_search_that_needs_public_records_refuses_a_users_clients(place, capsy
         ("result.json", "[]", "result.json` must hold a JSON object, got 'list'"),
         ("result.json", '{"format": 1}', "must hold the result of a run, got a file without 'client_embedding'"),
         ("result.json", 9, "result.json` must have the model of each client"),
-        ("model.pt", "garbage", "model.pt` must be a saved model"),
-        ("model.pt", None, "model.pt is gone"),
+        ("model.safetensors", "garbage", "model.safetensors` must be a file of safetensors"),
+        ("model.safetensors", None, "model.safetensors is gone"),
     ],
 )
 def test_a_damaged_run_is_one_sentence(file, content, words, tmp_path, capsys):
@@ -334,7 +334,7 @@ def test_a_damaged_run_is_one_sentence(file, content, words, tmp_path, capsys):
     result = a_result(a_view(run))
     clients = [{**client, "model": content if isinstance(content, int) else 0} for client in result.clients]
     (run / "result.json").write_text(json.dumps({**result.as_dict(), "clients": clients}))
-    (run / "model.pt").write_text("garbage")
+    (run / "model.safetensors").write_text("garbage")
     if content is None:
         (run / file).unlink()
     elif isinstance(content, str):

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserError
@@ -29,7 +30,7 @@ def test_the_final_models_of_a_strategy_are_exported_and_asked_for_once_a_round(
     loop = make_loop(parts=[SizeWeighted(), other])
     loop.run()
     assert other._calls == 3, "though evaluation, result and export all ask for them"
-    assert torch.equal(torch.load(loop.output_dir / "model.pt")["0.bias"], torch.ones(8))
+    assert torch.equal(load_file(loop.output_dir / "model.safetensors")["0.bias"], torch.ones(8))
 
 
 class Greedy(Strategy):

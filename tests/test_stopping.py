@@ -166,7 +166,7 @@ def test_a_stopped_run_is_saved_and_names_the_command_that_resumes_it(engine, tm
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-MOMENTS = {"start": "run/options.yaml", "middle": "run/checkpoint.pt", "end": "run/model.pt"}
+MOMENTS = {"start": "run/options.yaml", "middle": "run/checkpoint.pt", "end": "run/model.safetensors"}
 TRIALS = [(number, count, moment) for number in SIGNALS for count in (1, 5) for moment in MOMENTS]
 QUICK = [(signal.SIGINT, 5, "middle"), (signal.SIGHUP, 1, "middle"), (signal.SIGTERM, 5, "end")]
 

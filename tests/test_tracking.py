@@ -18,6 +18,7 @@ import pytest
 import torch
 from fakes import a_report, a_result, a_view
 from mlflow.tracking import MlflowClient
+from safetensors.torch import save_file
 from torch.utils._pytree import tree_map
 
 from dpfl_lightning.commands.fit import main as fit_command
@@ -28,13 +29,15 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server.history import read
 from dpfl_lightning.federated.server.results import ClientEmbedding
+from dpfl_lightning.models import named
+from dpfl_lightning.models.saved import code_of, load_model
 from dpfl_lightning.papers.distilled_data import load_distilled
 from dpfl_lightning.papers.sets.distilled_set import DistilledSet
 from dpfl_lightning.privacy.clipping.inputs import arguments
 from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.mlflow import SeedsTracking, StudyTracking, Tracking, how_to_open, store_uri, sync
 from dpfl_lightning.reporting.mlflow.store import reported
-from dpfl_lightning.runtime.files import write_json, write_text
+from dpfl_lightning.runtime.files import write_json, write_safetensors, write_text
 from dpfl_lightning.runtime.text import without_secrets
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -189,7 +192,7 @@ def test_the_last_epsilon_is_the_one_that_is_guaranteed(new_tracking, only_run, 
 @pytest.mark.usefixtures("blank_figures")
 def test_a_distilled_set_is_kept_shown_and_loaded_again(new_tracking, only_run, store, folder):
     play(new_tracking(), a_view(folder), [])
-    with pytest.raises(UserError, match=r"must have the artifact distilled\.pt, got \[.*'guarantee"):
+    with pytest.raises(UserError, match=r"must have the artifact distilled\.safetensors, got \[.*'guarantee"):
         load_distilled(f"runs:/{only_run().info.run_id}", uri=store)
     MlflowClient(store).delete_run(only_run().info.run_id)
     saved = DistilledSet(torch.randn(6, 1, 4, 4), torch.arange(3).repeat_interleave(2), {"epsilon_max": 8.0})
@@ -338,7 +341,7 @@ def test_without_a_test_set_the_page_of_runs_shows_the_metric_over_clients(new_t
 
 @pytest.mark.usefixtures("blank_figures")
 def test_a_net_that_cannot_be_logged_is_a_warning(new_tracking, only_run, folder):
-    (folder / "model.pt").write_text("no tensors")
+    (folder / "model.safetensors").write_text("no tensors")
     with pytest.warns(UserWarning, match="MLflow did not get the model .*; its parameters are in"):
         play(new_tracking(), a_view(folder), [1])
     assert only_run().info.status == "FINISHED" and "figures" in only_run().files()
@@ -358,58 +361,77 @@ EMBEDDING = torch.nn.Sequential(torch.nn.Embedding(7, 3), torch.nn.Flatten(), to
 INPUTS_OF_NETS = ((EMBEDDING, IDS), (OfTwoInputs(), (IDS, AGE)), (OfTwoInputs(), {"ids": IDS, "age": AGE}))
 
 
-def tracking_of_net(new_tracking, view, net, folder):
-    """Log a net as the model of a finished run without a warning; return the id of the run."""
-    (folder / "model_1.pt").unlink(missing_ok=True)
+def tracking_of_net(new_tracking, view, net, folder, model=None, **more):
+    """Log a net as the model of a finished run without a warning; return the address of its model."""
+    (folder / "model_1.safetensors").unlink(missing_ok=True)
     write_json(folder / "ledger.head", {"run": secrets.token_hex(16)})  # another run in the same place
-    torch.save(net.state_dict(), folder / "model.pt")
+    code = code_of(net, model or {}, view.facts.input_shape, view.facts.num_classes)
+    write_safetensors(folder / "model.safetensors", net.state_dict(), code)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        play(tracking := new_tracking(), dataclasses.replace(view, module=ClientModule(net)), [1])
+        play(tracking := new_tracking(**more), dataclasses.replace(view, module=ClientModule(net)), [1])
     (latest,) = tracking.store.client.search_runs([tracking.store.experiment_id], max_results=1)
-    return latest.info.run_id
+    return f"runs:/{latest.info.run_id}/model"
 
 
 @pytest.mark.e2e
-def test_logged_models_are_loaded_and_used(new_tracking, only_run, store, folder, monkeypatch):
+def test_logged_models_are_loaded_and_used_without_a_pickle(new_tracking, only_run, store, folder, monkeypatch):
     import mlflow
 
-    view = a_view(folder)
-    for file in ("model.pt", "model_1.pt"):
-        torch.save(view.module.net.state_dict(), folder / file)
+    view, x = a_view(folder), torch.randn(3, 4)
+    model, net = {"name": "logistic"}, named({"name": "logistic"}, view.facts.input_shape, view.facts.num_classes)
+    view = dataclasses.replace(view, module=ClientModule(net))
+    code = code_of(net, model, view.facts.input_shape, view.facts.num_classes)
+    for file in ("model.safetensors", "model_1.safetensors"):
+        write_safetensors(folder / file, net.state_dict(), code)
     play(new_tracking(), view, range(1, 11))
-    run, x = only_run(), torch.randn(3, 4)
-    assert len(run.models) == 2
+    run = only_run()
+    assert len(run.models) == 2 and "model_1.safetensors" in run.files()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
     mlflow.set_tracking_uri(store)
     address = f"runs:/{run.info.run_id}/model"
-    model = MlflowClient(store).get_logged_model(run.models[0].model_id)
-    assert model.params.items() >= {"epsilon": "3", "delta": "0.001", "unit": "record"}.items(), "on the model's page"
-    net = mlflow.pytorch.load_model(address)
-    expected = view.module.net(x).detach()
-    assert type(net) is torch.nn.Linear and torch.equal(net(x), expected)
-    assert torch.equal(mlflow.pytorch.load_model(f"models:/{run.models[0].model_id}")(x), expected)
+    logged = MlflowClient(store).get_logged_model(run.models[0].model_id)
+    assert logged.params.items() >= {"epsilon": "3", "delta": "0.001", "unit": "record"}.items(), "on the model's page"
+    expected = net(x).detach()
     loaded = mlflow.pyfunc.load_model(f"{address}_1")
     assert torch.equal(torch.from_numpy(loaded.predict(x.numpy())), expected)
     assert loaded.input_example.shape == (2, 4) and not loaded.input_example.any(), "made up, no record"
     assert loaded.metadata.signature.inputs.inputs[0].shape == (-1, 4)
     assert loaded.metadata.utc_time_created.endswith(":00:00"), "rounded, as the times of a private run"
+    file = mlflow.artifacts.download_artifacts(f"runs:/{run.info.run_id}/model.safetensors")
+    assert torch.equal(load_model(file)(x), expected)
 
     names = ["age (scaled)", "bmi", "sex=f", "sex=m"]
     facts = dataclasses.replace(view.facts, features={"names": names, "scale": {"age": [50.0, 20.0]}})
-    table_run = tracking_of_net(new_tracking, dataclasses.replace(view, facts=facts), view.module.net, folder)
-    of_table = mlflow.pyfunc.load_model(f"runs:/{table_run}/model")
     table = pandas.DataFrame(x.double().numpy(), columns=names)[names[::-1]]
-    assert of_table.metadata.metadata["features"] == facts.features
-    assert torch.allclose(torch.tensor(of_table.predict(table).to_numpy()), expected, atol=1e-6)
+    for pickles in (False, True):
+        of = dataclasses.replace(view, facts=facts)
+        of_table = mlflow.pyfunc.load_model(
+            tracking_of_net(new_tracking, of, net, folder, model=model, pickles=pickles)
+        )
+        assert of_table.metadata.metadata["features"] == facts.features
+        assert torch.allclose(torch.tensor(of_table.predict(table).to_numpy()), expected, atol=1e-6)
 
+    of_a_user = mlflow.artifacts.download_artifacts(tracking_of_net(new_tracking, view, torch.nn.Linear(4, 3), folder))
+    written = {path.name for path in [*Path(of_a_user).rglob("*"), *folder.rglob("*")] if path.is_file()}
+    assert {"MLmodel", "model.safetensors"} <= written and not any(name.endswith((".pth", ".pkl")) for name in written)
+
+
+@pytest.mark.e2e
+def test_a_pickle_is_sent_on_demand_and_is_the_model_itself(new_tracking, store, folder, monkeypatch):
+    import mlflow
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    mlflow.set_tracking_uri(store)
+    view = a_view(folder)
     for net, batch in INPUTS_OF_NETS:  # whole numbers, and several tensors
         facts = dataclasses.replace(view.facts, empty_x=tree_map(lambda part: part[:0], batch))
-        model_run = tracking_of_net(new_tracking, dataclasses.replace(view, facts=facts), net, folder)
-        where_is = f"runs:/{model_run}/model"
+        of = dataclasses.replace(view, facts=facts)
+        where_is = tracking_of_net(new_tracking, of, net, folder, pickles=True)
         loaded_net = mlflow.pytorch.load_model(where_is)
-        positional, named = arguments(batch)
-        assert torch.equal(loaded_net(*positional, **named), net(*positional, **named))
+        positional, by_name = arguments(batch)
+        assert type(loaded_net) is type(net)
+        assert torch.equal(loaded_net(*positional, **by_name), net(*positional, **by_name))
         if isinstance(batch, torch.Tensor):
             model = mlflow.pyfunc.load_model(where_is)
             assert model.input_example.dtype == batch.numpy().dtype and not model.input_example.any()
@@ -596,7 +618,7 @@ def test_a_store_that_fails_does_not_stop_training_and_gets_its_rounds_later(
 def test_what_was_not_sent_is_sent_by_the_command(new_tracking, only_run, store, folder, method, monkeypatch, capsys):
     tracking, view = new_tracking(), a_view(folder)
     (folder / "ledger.jsonl").unlink()  # not one that the command reads
-    torch.save(view.module.net.state_dict(), folder / "model.pt")
+    save_file(view.module.net.state_dict(), folder / "model.safetensors")
     start(tracking, view)
     with monkeypatch.context() as patch, pytest.warns(UserWarning) as warned:
         patch.setattr(tracking.store.client, method, lambda *args, **options: 1 / 0)

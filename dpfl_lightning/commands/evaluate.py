@@ -10,7 +10,7 @@ from pathlib import Path
 from dpfl_lightning.config.load import load
 from dpfl_lightning.config.mapping import options_file
 from dpfl_lightning.config.options import Options
-from dpfl_lightning.config.reading import read_tensors
+from dpfl_lightning.config.reading import read_safetensors
 from dpfl_lightning.errors import UserError, command, require, warn_user
 from dpfl_lightning.runtime.launcher import invocation
 
@@ -74,13 +74,14 @@ def evaluate_run(options: Options, run: Path) -> dict:
     from dpfl_lightning.privacy.accounting.accountant import finite_or_none
     from dpfl_lightning.privacy.noise import Streams
     from dpfl_lightning.reporting.run_files import read_result
+    from dpfl_lightning.runtime.files import SUFFIX
 
     result, advice = read_result(run), f"Finish it with {invocation('fit')} --resume {run}."
     require(result is not None, "RUN", "be the folder of a finished run", str(run), advice)
     assert result is not None  # for mypy
     model_of, at_sites = tuple(client["model"] for client in result.clients), result.at_sites
-    several = any(run.glob("model_*.pt"))
-    files = [run / f"model_{k}.pt" for k in range(_MOST_MODELS)] if several else [run / "model.pt"]
+    several = any(run.glob(f"model_*{SUFFIX}"))
+    files = [run / f"model_{k}{SUFFIX}" for k in range(_MOST_MODELS)] if several else [run / f"model{SUFFIX}"]
     fits = {*model_of} and all(isinstance(row, int) and 0 <= row < len(files) for row in model_of)
     require(bool(fits), str(run / "result.json"), "have the model of each client", model_of, "Restore it.")
     files = files[: max(model_of) + 1]
@@ -105,10 +106,8 @@ def evaluate_run(options: Options, run: Path) -> dict:
     models = []
     for file in files:
         require(file.is_file(), "RUN", "contain its models", str(run), f"{file.name} is gone: restore it.")
-        state = read_tensors(file)
-        require(isinstance(state, dict), str(file), "be a saved model", type(state).__name__, "Restore it.")
         try:
-            load_trained(module.net, state)
+            load_trained(module.net, read_safetensors(file)[0])
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[-1].strip()
             data = options.data.class_path or options.data.name

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.errors import UserError, command, nearest, require
+from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.spoken import SHORTEST, WORDS, digits_of, in_both_forms
 from dpfl_lightning.runtime.text import at_least, at_most, counted, shown
 
@@ -66,6 +67,9 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hash", metavar="HASH", help=text)
     text = "accept: show what the plan means; accept and build nothing"
     parser.add_argument("--show", action="store_true", help=text)
+    text = "accept --show: write what the plan means to FILE, a page for the data protection officer"
+    parser.add_argument("--page", metavar="FILE", help=text)
+    parser.add_argument("--contact", metavar="TEXT", default="", help="accept --page: whom to ask about the study")
     parser.add_argument("--socket", metavar="PATH", help="serve: Unix socket (default STATE_DIR/socket)")
     parser.add_argument("--score_every", metavar="ROUNDS", type=int, default=0, help=_SCORES)
     text = "serve: replies leave at multiples of this time after a request (default 1)"
@@ -109,6 +113,7 @@ def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
     from dpfl_lightning.sites.terms import read_terms
     from dpfl_lightning.sites.wire import digest
 
+    require(flags.show or flags.page is None, "--page", "be given with --show", flags.page)
     terms = read_terms(Path(flags.plan))
     if flags.hash is not None:
         same, advice = digest(terms).startswith(_digits(flags.hash)), "It is another plan: read it with --show."
@@ -116,7 +121,12 @@ def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
     print(shown(_meaning(state, terms)))
     limits = flags.epsilon_limit, flags.delta_limit, flags.raise_limits
     if flags.show:
-        print(_comparison(state, terms, *limits))
+        print(verdict := _comparison(state, terms, *limits))
+        if flags.page is not None:
+            from dpfl_lightning.sites.node.consent import consent_page
+
+            page = write_text(Path(flags.page), consent_page(state, terms, verdict, flags.contact), private=True)
+            print(f"{page} says so to the data protection officer.")
         return
     if outlook := offer_of(terms, state).outlook():
         print(shown(outlook))
@@ -171,11 +181,10 @@ def _left(state: StateFolder, limits: tuple[float, float]) -> str:
 def _meaning(state: StateFolder, terms: Terms) -> str:
     """Return in words what a plan means for this site. Texts of the server come last, each as a literal."""
     from dpfl_lightning.commands.plan import schedule_text
-    from dpfl_lightning.sites.node.accept import client_of, cost_of
-    from dpfl_lightning.sites.terms import model_words, server_words
+    from dpfl_lightning.sites.terms import client_of, cost_of, model_words, server_words
     from dpfl_lightning.sites.wire import digest
 
-    client, test = client_of(terms, state.settings()), state.settings().test_key is not None
+    client, test = client_of(terms, state.settings().name), state.settings().test_key is not None
     planned, plan = cost_of(terms, client), terms.plan
     strategies = ", ".join(name.partition(" ")[2] for name in plan.strategies)
     unit, clipped = planned.guarantee.unit, "record's gradient"

@@ -281,6 +281,8 @@ class TrackingOptions(Section, section="tracking"):
             SQLite file if that is not set.
         tags: additional tags of the run, {name: text}.
         per_client: send the curves of every client, in addition to the smallest, median, mean and largest value.
+        pickles: send models as pickles, for mlflow.pytorch.load_model, instead of safetensors; who loads a pickle runs
+            whatever code is in it, with all rights of that user.
         loggers: Lightning loggers beside MLflow, [{class_path: lightning.pytorch.loggers.CSVLogger, init_args: {...}}].
     """
 
@@ -289,6 +291,7 @@ class TrackingOptions(Section, section="tracking"):
     uri: str | None = None
     tags: dict = field(default_factory=dict)
     per_client: bool = False
+    pickles: bool = False
     loggers: tuple[dict, ...] = ()
 
 

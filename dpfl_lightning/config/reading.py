@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
-import zipfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpfl_lightning.errors import UserError, in_one_line, require, shortened
+from dpfl_lightning.runtime.files import ABOUT
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _RESTORE = "Restore it, or leave it out."
 _LARGEST = 1 << 30  # bytes of a file that is read as a whole, also after decompression
@@ -87,26 +90,23 @@ def check_format(path: Path, stated: object, number: int) -> None:
     require(stated == number, str(path), f"have format {number}", stated, advice)
 
 
-def read_tensors(path: Path, advice: str = _RESTORE) -> Any:
-    """Return what `torch.save` wrote, of which only tensors and plain values are read; never runs code of the file.
+def read_safetensors(path: Path, advice: str = _RESTORE) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors that `write_safetensors` wrote, and what the file says about them; nothing is executed.
 
-    Raises UserError for any other file, also for an archive that is larger when it is decompressed.
+    Raises UserError for any other file.
     """
-    import torch  # imported here, so that `--help` stays fast
+    from safetensors import safe_open  # imports torch, so that `--help` stays fast
 
     try:
-        with path.open("rb") as file:
-            with zipfile.ZipFile(file) as archive:
-                stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
-            if not stored:
-                raise ValueError("compressed entries")
-            file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch, zipfile and pickle raise different types for damaged files
-        must = "be a saved model or set of tensors"
-        raise UserError(
-            f"`{path}` must {must}, got a file that cannot be read ({in_one_line(error)}). {advice}"
-        ) from None
+        with safe_open(path, "pt") as file:
+            about = json.loads((file.metadata() or {}).get(ABOUT, "{}"))
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        if not isinstance(about, dict):
+            raise ValueError("no description")
+    except Exception as error:  # safetensors raises different types for damaged files
+        got = f"a file that cannot be read ({in_one_line(error)})"
+        raise UserError(f"`{path}` must be a file of safetensors, got {got}. {advice}") from None
+    return tensors, about
 
 
 def _unreadable(path: Path, key: str, reason: str, advice: str) -> UserError:

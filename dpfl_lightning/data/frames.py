@@ -451,16 +451,12 @@ class Columns:
             unknown = next((value for value in column.unique().tolist() if value not in known), None)
             advice = f"If it means one of them, write replace: {{{name}: {{{inline(unknown)}: ...}}}}."
             require(unknown is None, here, f"hold the given categories only, {known}", unknown, advice)
+            self._check_ids(column, here)
             return [(column == value).to_numpy(np.float32) for value in known]
         numeric = pandas.api.types.is_numeric_dtype(column) and not pandas.api.types.is_complex_dtype(column)
         require(numeric, here, "hold numbers", *not_numeric(column, table))
-        if name not in self.dates and len(column) > 20:
-            scaled, got = name in self.scale, "whole numbers as an identifier has"
-            must = "hold measurements" + " if it has no scale" * (not scaled)
-            advice = "Leave it out of features, by drop" + ", or write its scale" * (not scaled) + "."
-            require(not is_identifier(column, scaled), here, must, got, advice)
-            if scaled and may_name_persons(column):
-                warn_user(f"{here} has {got}: if it names persons, write person: {name}, or drop it")
+        if name not in self.dates:
+            self._check_ids(column, here)
         values, measured = column.to_numpy(np.float64), ~gaps
         advice = f"Write replace: {{{name}: {{.inf: ...}}}}, or the mark of a missing value into read: {{na_values}}."
         require(bool(np.isfinite(values).all()), here, "be finite", "infinity", advice)
@@ -470,6 +466,22 @@ class Columns:
         if name in self.scale:
             self._check_far(scaled[measured], name, here)
         return [scaled, gaps.to_numpy(np.float32)] if name in self.fill else [scaled]
+
+    def _check_ids(self, column: Series, here: str) -> None:
+        """Raise UserError if a column holds ids, and warn the owner of the records if a stated one may hold them."""
+        import pandas
+
+        if len(column) <= 20:
+            return
+        is_category, numbers = column.name in self.categories, pandas.to_numeric(column, errors="coerce")
+        stated, whole = is_category or column.name in self.scale, not numbers.isna().any()
+        got = f"{'whole numbers' if whole else 'texts'} as an identifier has"
+        must = f"hold {'categories' if is_category else 'measurements'}" + " if it has no scale" * (not stated)
+        advice = "Leave it out of features, by drop" + ", or write its scale" * (not stated) + "."
+        ids = is_identifier(column.astype(str)) if is_category else is_identifier(column, stated)
+        require(not ids, here, must, got, advice)
+        if stated and whole and may_name_persons(numbers):
+            warn_user(f"{here} has {got}: if it names persons, write person: {column.name}, or drop it")
 
     def _check_far(self, scaled: np.ndarray, name: str, here: str) -> None:
         """Raise UserError if many values are far from the public mean, as in another unit, but not for a heavy tail."""
@@ -515,15 +527,19 @@ def _warn_of_marks(values: np.ndarray, written: Series, here: str) -> None:
 def is_identifier(column: Series, has_scale: bool = False) -> bool:
     """Whether whole numbers, of which nearly every row has another one, are running, long, or called an identifier.
 
-    Those of a column that is called a person's may repeat. A column that `has_scale` may have large numbers.
+    Those of a column that is called a person's may repeat. A column that `has_scale` may have large numbers. Texts are
+    ids if there are many of a person, or another one in nearly every row.
     """
     values = column.dropna()
-    if len(values) < 2 or (values != values.round()).any():
+    texts = column.dtype.kind not in "biuf"
+    if len(values) < 2 or (not texts and (values != values.round()).any()):
         return False
     if names_persons(column.name) and not _measures(column):
         return values.nunique() > _MOST_CODES
     if values.nunique() <= 0.9 * len(values):
         return False
+    if texts:
+        return True
     running = values.max() - values.min() < 2 * len(values)
     if has_scale:
         return bool((running and len(values) >= _FEWEST_RUNNING) or names_persons(column.name))

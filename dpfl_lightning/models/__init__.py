@@ -1,9 +1,10 @@
 """The papers' models by name, and a check that record-level privacy is possible for a model."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -15,7 +16,7 @@ from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.models import nets
 from dpfl_lightning.models.nets import PersonalInput
 
-__all__ = ["PersonalInput", "build", "check_net", "fixed"]
+__all__ = ["PersonalInput", "build", "check_net", "fixed", "named"]
 
 #: registry name -> function(input_shape, num_classes, **options); `names_in` reads the names from this source
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -46,6 +47,20 @@ def build(name: str, input_shape: Sequence[int], num_classes: int, /, **options:
     require(fits, "model.name", "fit the data", name, advice)
     require(num_classes >= 1, "num_classes", "be at least 1", num_classes)
     return call("model", MODELS, name, tuple(input_shape), num_classes, **options)
+
+
+def named(model: Mapping[str, Any], input_shape: Sequence[int], num_classes: int) -> nn.Module:
+    """Return a model as section `model` of the options describes it: by `name`, with `fix`, `personal_input` and more.
+
+    Raises UserError as `build` does.
+    """
+    options = dict(model)
+    name, fix, personal = options.pop("name"), options.pop("fix", False), options.pop("personal_input", False)
+    for key, value in (("fix", fix), ("personal_input", personal)):
+        require(isinstance(value, bool), f"model.{key}", "be true or false", value)
+    net = build(name, input_shape, num_classes, **options)
+    net = fixed(net) if fix else net
+    return PersonalInput(net, input_shape) if personal else net
 
 
 def check_net(net: nn.Module) -> None:
@@ -85,6 +100,9 @@ records of a batch. Use nn.GroupNorm(2, 4) instead, or freeze its statistics by 
         advice = "Keep real and imaginary parts, and join them in forward by torch.view_as_complex."
         advice = advice if parameter.is_complex() else ""
         require(parameter.is_floating_point(), f"net.{name}", "be floating", parameter.dtype, advice)
+    for name, tensor in net.named_buffers():
+        fits = tensor.dtype != torch.complex128 and tensor.layout == torch.strided  # others cannot be written
+        require(fits, f"net.{name}", "have a dtype of safetensors, and be dense", tensor.dtype)
     trainable = any(parameter.requires_grad for parameter in net.parameters())
     require(trainable, "net", "have a trainable parameter", "none", "Is requires_grad off?")
 

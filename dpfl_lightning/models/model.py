@@ -175,7 +175,7 @@ def has_frozen(net: nn.Module) -> bool:
 
 
 def load_trained(net: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load a file `model.pt` of a run: all of a model, or, if it has frozen parameters, the trained ones.
+    """Load a file `model.safetensors` of a run: all of a model, or, if it has frozen parameters, the trained ones.
 
     Raises RuntimeError if it has other names or shapes.
     """

@@ -18,14 +18,13 @@ from dpfl_lightning.federated.server.results import RunInfo, RunResult
 from dpfl_lightning.federated.server.scores import Column, bound, in_words, number, remarks, rows_of, summarised
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
-from dpfl_lightning.reporting.odds import Odds, likelihood_ratio
+from dpfl_lightning.reporting.odds import Odds, likelihood_ratio, of_several
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import at_most, counted, span
 
 _MOST_ROWS = 200  # clients in the table
 _MOST_KINDS, _MOST_GAPS = 8, 30  # shown lists of releases, and shown statements about what is not covered
 _MOST_NAMES = 12
-_USELESS = 10.0  # epsilon of a group above which no bound is shown
 _LIBRARIES = ("dp-accounting", "opacus", "numpy", "scipy", "torch", "lightning")
 
 
@@ -64,7 +63,7 @@ def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunI
         largest=f"This is the weakest promise, that of client {first['name']} (epsilon {at_most(weakest.epsilon)}). "
         if several
         else "",
-        several=_of_several(weakest) if finite and weakest.unit == "record" else [],
+        several=of_several(weakest) if finite and weakest.unit == "record" else [],
         clients_in_words=counted(len(order), "client") + (f" ({_named(result)})" if several else ""),
         together=_together(result, guarantees, order),
         units=[f"one {guarantee.unit} of one client" for guarantee in guarantees],
@@ -99,25 +98,6 @@ def _columns(result: RunResult, guarantees: Sequence[Guarantee]) -> dict[str, Co
         "releases": Column([row["releases"] for row in clients], "{:,}".format),
         "noise multiplier": Column([row["noise_multiplier"] for row in clients], "{:.5g}".format),
     }
-
-
-def _of_several(one: Guarantee) -> list[dict[str, str]]:
-    """Return what holds for k records of a person: k epsilon, and delta (e^(k epsilon) - 1) / (e^epsilon - 1)."""
-    rows = []
-    for count in (2, 4):
-        epsilon, useful = count * one.epsilon, count * one.epsilon < _USELESS
-        delta = one.delta * (math.expm1(epsilon) / math.expm1(one.epsilon) if one.epsilon else count) if useful else 1.0
-        useful = useful and delta < 0.5
-        odds = Odds.of(epsilon, delta) if useful else Odds("no useful bound", "", "")
-        rows.append(
-            {
-                "a person with": f"{count} records of one client",
-                "times as likely, at most": odds.factor,
-                "exception": odds.exception,
-                "right guesses, at most": odds.guesses,
-            }
-        )
-    return rows
 
 
 def _together(result: RunResult, guarantees: Sequence[Guarantee], order: Sequence[int]) -> list[dict[str, str]]:

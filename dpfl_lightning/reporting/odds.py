@@ -3,7 +3,10 @@
 import math
 from typing import NamedTuple
 
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.runtime.text import at_least
+
+_USELESS = 10.0  # epsilon of a group above which no bound is shown
 
 
 class Odds(NamedTuple):
@@ -41,3 +44,22 @@ def likelihood_ratio(epsilon: float) -> str:
     return (
         f"{round(math.ceil(value / step) * step, 1):,g}" if value < 1000 else f"{math.ceil(value / step) * step:,.0f}"
     )
+
+
+def of_several(one: Guarantee) -> list[dict[str, str]]:
+    """Return what holds for k records of a person: k epsilon, and delta (e^(k epsilon) - 1) / (e^epsilon - 1)."""
+    rows = []
+    for count in (2, 4):
+        epsilon, useful = count * one.epsilon, count * one.epsilon < _USELESS
+        delta = one.delta * (math.expm1(epsilon) / math.expm1(one.epsilon) if one.epsilon else count) if useful else 1.0
+        useful = useful and delta < 0.5
+        odds = Odds.of(epsilon, delta) if useful else Odds("no useful bound", "", "")
+        rows.append(
+            {
+                "a person with": f"{count} records of one client",
+                "times as likely, at most": odds.factor,
+                "exception": odds.exception,
+                "right guesses, at most": odds.guesses,
+            }
+        )
+    return rows

@@ -32,9 +32,9 @@ from dpfl_lightning.federated.server.scores import (
 from dpfl_lightning.federated.server.summary import noise_multiplier
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.models.model import has_frozen
 from dpfl_lightning.reporting.description import NO_PRIVACY, assumptions
 from dpfl_lightning.reporting.products import products_in
+from dpfl_lightning.runtime.files import SUFFIX
 from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.runtime.text import at_most, counted, data_size, duration
 
@@ -318,9 +318,8 @@ def _files(folder: Path) -> list[str]:
 
 def _commands(folder: Path, view: View) -> list[str]:
     """Return how to go on; a run without a configuration goes on in Python."""
-    partial = ", strict=False" * has_frozen(view.module.net)
     first = [str(folder / one) for one in _models(folder)[:1]]
-    in_python = [f"net.load_state_dict(torch.load({one!r}){partial})  (in Python)" for one in first]
+    in_python = [f"net = dpfl_lightning.load_model({one!r}, net)  (in Python)" for one in first]
     return [
         *([f"{invocation('evaluate')} {folder}: score the trained parameters"] if view.run.options else in_python),
         f"{invocation('report')} {folder}: curves and tables on one page",
@@ -329,4 +328,4 @@ def _commands(folder: Path, view: View) -> list[str]:
 
 
 def _models(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("model*.pt"))
+    return sorted(path.name for path in folder.glob(f"model*{SUFFIX}"))

@@ -1,5 +1,7 @@
 """Files that a crash cannot leave half written, and the folder of data that can be downloaded or computed again."""
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import json
@@ -7,9 +9,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PARTIAL = ".partial"  # end of the name of a file that is being written
+SUFFIX = ".safetensors"
+ABOUT = "dpfl_lightning"  # key of what a file of safetensors says about its tensors
 
 
 def write_atomically(
@@ -56,6 +63,15 @@ def save_tensors(content: object, path: Path) -> None:
         if isinstance(error.__context__, OSError):  # which torch has replaced
             raise error.__context__ from None
         raise
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> Path:
+    """Write tensors, and what they are about as JSON, by `write_atomically`, for `read_safetensors`."""
+    from safetensors.torch import save  # imports torch, so that `--help` stays fast
+
+    apart = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
+    content = save(apart, {ABOUT: json.dumps(about)})
+    return write_atomically(path, lambda partial: partial.write_bytes(content))
 
 
 def write_json(path: Path, content: Mapping[str, Any], private: bool = False) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,13 +13,17 @@ from torch.utils._pytree import tree_flatten
 
 import dpfl_lightning
 from dpfl_lightning.config.names import check_columns, check_names
+from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.config.reading import read_bytes
 from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import UserError, require, shortened
 from dpfl_lightning.federated.messages.clients import RunPlan
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans
 from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS
 from dpfl_lightning.privacy.clipping.inputs import record_shape
-from dpfl_lightning.runtime.text import counted
+from dpfl_lightning.privacy.sampling import SAMPLERS
+from dpfl_lightning.runtime.text import at_most, counted
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Site, Terms
 from dpfl_lightning.sites.receipt import is_public_key
@@ -29,6 +34,8 @@ _MOST_TEXT = 1 << 28  # bytes of a plan's file
 _MOST_WORDS = 1000  # characters of a caveat
 _MOST_PARTS = 50  # options of a model that are shown
 _MOST_SCHEMA = 1 << 16  # characters
+#: options of the section privacy that say how releases are made, and what they protect
+_OF_RELEASES = ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds", "unit", "rows_per_person")
 
 
 def check_version(terms: Terms) -> None:
@@ -152,6 +159,47 @@ def several_records(site: Site) -> tuple[str, ...]:
     """Return the caveat of an epsilon of records whose persons may have several, as in a simulation."""
     silent = site.schema.get("person") and site.unit == "record" and site.rows_per_person is None
     return (SEVERAL_RECORDS,) if silent else ()
+
+
+def client_of(terms: Terms, name: str) -> int:
+    """Return the number of the client of the site `name` in a plan. Raises UserError if the plan does not have it."""
+    names = tuple(site.name for site in terms.sites)
+    must = f"have a client named {name} (its clients: {', '.join(names)})"
+    require(name in names, "PLAN", must, "none", "Names of sites are given by `dpfl node init --name`.")
+    return names.index(name)
+
+
+def cost_of(terms: Terms, client: int) -> ClientPlan:
+    """Return the releases of a client in a plan, and what they cost, composed again by this installation.
+
+    Of its caveats none is of the plan, as they are words of the server. Raises UserError if something is released
+    without noise, or the cost is above the budget that the plan states.
+    """
+    schedule, settings = terms.plan.schedule.clients[client], terms.plan.settings[client]
+    for line in schedule.planned:
+        require(line.event.private or line.count <= 0, "PLAN", "plan noisy releases only", line.event)
+        require(line.count >= 0 and line.event.total >= 1, "PLAN", "plan releases of at least one step", line)
+    privacy = PrivacyOptions(**privacy_of(terms))
+    accountant = get_accountant(terms.plan.accountant, privacy.relation)
+    size, words = [(settings.num_records, settings.batch_size)], SAMPLERS["poisson"].words
+    caveats, most = several_records(terms.sites[client]), privacy.rows_per_person
+    (planned,) = client_plans([schedule], accountant, size, words, caveats, most_records=most)
+    epsilon, budget = planned.guarantee.epsilon, min(schedule.target_epsilon, settings.epsilon)
+    require(math.isfinite(epsilon), "PLAN", "be a finite cost of noisy releases", epsilon, "Some release has no noise.")
+    within = epsilon <= budget * (1 + 1e-6) + 2e-6 and schedule.delta <= settings.delta
+    must = f"cost at most the budget that it states, ({at_most(budget)}, {at_most(settings.delta)})"
+    require(within, "PLAN", must, (epsilon, schedule.delta))
+    return planned
+
+
+def privacy_of(terms: Terms) -> dict[str, Any]:
+    """Return how releases are made, as a plan states it."""
+    given, names = terms.plan.options.get("privacy"), _OF_RELEASES
+    if not isinstance(given, dict) or not {*names} <= given.keys():
+        raise UserError(f"`PLAN` must state the options of privacy ({', '.join(names)}), got others.")
+    require(given["sampling"] == "poisson", "PLAN", "draw Poisson samples", given["sampling"])
+    require(given["accountant"] == terms.plan.accountant, "PLAN", "name one accountant", given["accountant"])
+    return {name: given[name] for name in names}
 
 
 def read_message(kind: type[T], path: Path, key: str, must: str) -> T:

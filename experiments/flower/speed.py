@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from dpfl_lightning.loop import build_loop
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -76,7 +77,7 @@ CASES = {one.__name__: one for one in (simulation, sockets, flower, minimal)}
 
 def same_model(first: Path, second: Path) -> bool:
     """Whether two runs have saved the same bits."""
-    models = [torch.load(folder / "model.pt", weights_only=True) for folder in (first, second)]
+    models = [load_file(folder / "model.safetensors") for folder in (first, second)]
     return models[0].keys() == models[1].keys() and all(
         torch.equal(models[0][key], models[1][key]) for key in models[0]
     )

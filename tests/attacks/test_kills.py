@@ -11,6 +11,7 @@ import torch
 from attack_tools import independent, noise_apart, overspent
 from conftest import FIXED_KEY
 from killed_runs import BUDGETS, DELTA, OTHER, RATE, WRITTEN, Killed, Writer, killed, loop_of, timed_run
+from safetensors.torch import load_file
 from search.test_two_commands import TRIALS, Command, small_fashion  # noqa: F401
 
 from dpfl_lightning.build import ENGINES
@@ -48,7 +49,7 @@ def test_kills_never_overspend_and_never_repeat_a_noise(kills, rounds, tmp_path)
 def test_a_killed_simulation_is_the_unbroken_one(kills, rounds, tmp_path):
     found = killed(tmp_path, kills, rounds, key=FIXED_KEY)
     unbroken = killed(tmp_path / "unbroken", 0, rounds, key=FIXED_KEY, reserve=kills)
-    ours, theirs = (torch.load(folder / "model.pt") for folder in (found.folder, unbroken.folder))
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (found.folder, unbroken.folder))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     lost_at_most_the_broken_round(found)
 
@@ -64,7 +65,7 @@ def test_a_run_killed_before_its_first_checkpoint_has_no_dead_end(tmp_path):
             tmp_path / str(number), 3, 4, key=FIXED_KEY, reserve=0, latest=0.05 * number / KILLS_AT_THE_START
         )
         unbroken = killed(tmp_path / f"unbroken {number}", 0, 4, key=FIXED_KEY, reserve=0)
-        ours, theirs = (torch.load(one.folder / "model.pt") for one in (found, unbroken))
+        ours, theirs = (load_file(one.folder / "model.safetensors") for one in (found, unbroken))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -87,10 +88,12 @@ def test_a_killed_run_of_any_strategy_and_engine_is_the_unbroken_one(tmp_path):
             latest /= 2  # it was quicker than the unbroken run: kill another one earlier
         assert not (broken / "result.json").is_file(), (name, engine)
         timed_run(broken, name, engine, None)
-        models = sorted(unbroken.glob("model*.pt"))
-        assert models and [one.name for one in models] == [one.name for one in sorted(broken.glob("model*.pt"))]
+        models = sorted(unbroken.glob("model*.safetensors"))
+        assert models and [one.name for one in models] == [
+            one.name for one in sorted(broken.glob("model*.safetensors"))
+        ]
         for model in models:
-            ours, theirs = (torch.load(folder / model.name) for folder in (broken, unbroken))
+            ours, theirs = (load_file(folder / model.name) for folder in (broken, unbroken))
             assert all(torch.equal(ours[key], theirs[key]) for key in theirs), (name, engine)
         assert read_ledger(broken / "ledger.jsonl") == read_ledger(unbroken / "ledger.jsonl"), (name, engine)
 

@@ -1,6 +1,7 @@
 """Columns that name persons: known by names in several languages, never an input, and stated where rows repeat."""
 
 import re
+import warnings
 
 import numpy as np
 import pandas
@@ -75,6 +76,34 @@ def test_a_scaled_column_that_looks_like_ids_is_said():
     given = {**GIVEN, "scale": {"age": (60, 15), "Kennz": (41_150, 90)}}
     with pytest.warns(UserNotice, match="df: Kennz has whole numbers .*if it names persons, write person: Kennz"):
         Population.from_dataframe(table, **given)
+
+
+@pytest.mark.parametrize(
+    ("column", "written", "kind"),
+    [
+        ("Patienten-Nr.", int, "whole numbers"),
+        ("KVNR", "A{}".format, "texts"),
+        ("id_paziente", str, "whole numbers"),
+        ("Kennz", "A{}".format, "texts"),
+    ],
+)
+def test_ids_are_no_categories(column, written, kind):
+    table = admissions(column)
+    table = table if column in ("Patienten-Nr.", "id_paziente", "KVNR") else table.drop_duplicates(column)
+    table[column] = table[column].map(written)
+    given = {**GIVEN, "categories": {column: sorted(table[column].unique())}}
+    with pytest.raises(UserError, match=f"`df: {column}` must hold categories, got '{kind} as an identifier has'"):
+        Population.from_dataframe(table, **given, person="none")
+
+
+def test_categories_that_look_like_ids_are_said_and_few_codes_are_not():
+    table = admissions("Kennz")
+    with pytest.warns(UserNotice, match="df: Kennz has whole numbers .*if it names persons, write person: Kennz"):
+        Population.from_dataframe(table, **GIVEN, categories={"Kennz": sorted(table["Kennz"].unique())})
+    table["Kennz"] = table["Kennz"] % 8
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Population.from_dataframe(table, **GIVEN, categories={"Kennz": range(8)})
 
 
 @pytest.mark.parametrize("column", ["Patienten-Nr.", "Kennz"])

@@ -2,12 +2,12 @@
 
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from fakes import FRAME, a_result, a_view
 from markupsafe import escape
+from pages import EVIL, Reader, words_of
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.privacy.accounting.guarantee import (
@@ -19,39 +19,6 @@ from dpfl_lightning.privacy.accounting.guarantee import (
 )
 from dpfl_lightning.reporting.guarantee_page import guarantee_page
 from dpfl_lightning.reporting.odds import Odds
-
-EVIL = "<script>alert('1')</script> & \"q\""
-
-
-class Reader(HTMLParser):
-    """Text, tags and attributes; unbalanced tags are an error."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[tuple[str, dict]] = []
-        self.text: list[str] = []
-        self.feed(page)
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append((tag, dict(attributes)))
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if "style" not in self.open:
-            self.text.append(data)
-
-    def rows(self) -> int:
-        return sum(tag == "tr" for tag, _ in self.tags)
-
-
-def words_of(page: str) -> str:
-    return " ".join(" ".join(Reader(page).text).split())
 
 
 def a_page(view, guarantees, name=None, **changes):

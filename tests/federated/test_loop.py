@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import FIXED_KEY, blobs, private, small_loop, small_net
 from fakes import Absent, Recorder, changed_releases
+from safetensors.torch import load_file
 
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
@@ -62,7 +63,7 @@ def test_a_run_learns_and_leaves_its_record(learnt):
     assert 0 < result.client_seconds <= result.training_seconds <= result.wall_seconds
     assert written["client_seconds"] == result.client_seconds
     net = small_net()
-    net.load_state_dict(torch.load(loop.output_dir / "model.pt", weights_only=True))
+    net.load_state_dict(load_file(loop.output_dir / "model.safetensors"))
     assert torch.equal(torch.nn.utils.parameters_to_vector(net.parameters()), loop.state.models[0])
 
 

@@ -25,11 +25,11 @@ from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 from dpfl_lightning.runtime.spoken import WORDS, digits_of, words_of
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import MOST_HEADER, Ask
-from dpfl_lightning.sites.node.accept import accept, cost_of, open_study
+from dpfl_lightning.sites.node.accept import accept, open_study
 from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.node.state import StateFolder, kept_releases
 from dpfl_lightning.sites.server.deploy import planning_loop, remote_population, terms_of
-from dpfl_lightning.sites.terms import read_terms
+from dpfl_lightning.sites.terms import cost_of, read_terms
 from dpfl_lightning.sites.wire import digest
 
 MODEL = torch.zeros(650)

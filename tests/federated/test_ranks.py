@@ -15,6 +15,7 @@ import warm
 from conftest import FIXED_KEY
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from dpfl_lightning.commands.fit import main as fit
 from dpfl_lightning.federated.transport.ranked import spread
@@ -96,7 +97,7 @@ def _ended(process: warm.Process, seconds: float = 120) -> tuple[int, str, str]:
 
 
 def _same_run(ours: Path, theirs: Path) -> None:
-    models = [torch.load(folder / "model.pt", weights_only=True) for folder in (ours, theirs)]
+    models = [load_file(folder / "model.safetensors") for folder in (ours, theirs)]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[1])
     results = [json.loads((folder / "result.json").read_text()) for folder in (ours, theirs)]
     for result in results:
@@ -139,7 +140,7 @@ def test_everything_that_a_strategy_may_do_gives_the_same_bits_on_ranks(srun, tm
     assert len(read_ledger(together / "protected" / "ledger.jsonl")) == 4 * 3
     assert set(ours["selection"]["callbacks"]["Selection 0"]["answers"]) == {0, 1, 2, 3}
     assert set(ours["personal"]["clients"]["personal"]) == {0, 1, 2, 3}
-    expected = torch.load(alone / "trained" / "model.pt", weights_only=True)
+    expected = load_file(alone / "trained" / "model.safetensors")
     for rank in (0, 1):
         for ranks_model in torch.load(together / f"trained_{rank}.pt", weights_only=True):
             torch.testing.assert_close(ranks_model, expected, rtol=0, atol=0, msg=f"rank {rank} has the trained model")

@@ -113,7 +113,10 @@ def test_nothing_of_a_finished_run_that_is_shown_is_for_its_owner_alone(tmp_path
     monkeypatch.setattr(ClientFolder, "data_key", lambda *args: keys.append(data_key(*args)) or keys[-1])
     assert loop.run().finished
     left = {path.name for path in tmp_path.rglob("*")}
-    assert left >= {"options.yaml", "ledger.jsonl", "checkpoint.pt", "model.pt", "mlflow.db"} and "data_key" not in left
+    assert (
+        left >= {"options.yaml", "ledger.jsonl", "checkpoint.pt", "model.safetensors", "mlflow.db"}
+        and "data_key" not in left
+    )
     private = {"private.json", "checkpoint.pt", "checkpoint.before.pt", "checkpoint.key", "data_key"}
     assert not private & {path.name for path in (tmp_path / "store").rglob("*")}
     assert len(keys[0]) == 32 and holders(tmp_path, keys[0]) == []

@@ -17,7 +17,7 @@ import torch
 from conftest import blobs, private, small_loop, small_net
 
 from dpfl_lightning import DistilledSet
-from dpfl_lightning.config.reading import read_tensors
+from dpfl_lightning.config.reading import read_safetensors
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.messages.evaluation import Score
@@ -120,7 +120,7 @@ def test_the_sample_is_read_and_another_number_is_refused(name, tmp_path):
 
 def test_the_sample_of_a_model_is_read():
     """It has the names and shapes of its parameters, and no number."""
-    small_net().load_state_dict(read_tensors(HERE / "run" / "model.pt"))
+    small_net().load_state_dict(read_safetensors(HERE / "run" / "model.safetensors")[0])
 
 
 def write_samples() -> None:
@@ -131,7 +131,7 @@ def write_samples() -> None:
     for name in ("account", "run", "set", "sites", "node"):
         shutil.rmtree(name, ignore_errors=True)
     small_loop(blobs(), rounds=2, privacy=private(), output_dir=Path("run")).run()
-    kept = {Path(name).name for name in FORMATS} | {"ledger.head", "checkpoint.key", "model.pt"}
+    kept = {Path(name).name for name in FORMATS} | {"ledger.head", "checkpoint.key", "model.safetensors"}
     for path in (HERE / "run").rglob("*"):
         if path.is_file() and path.name not in kept:
             path.unlink()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import private
 from fakes import Absent, Recorder
+from safetensors.torch import load_file
 from torch import nn
 
 from dpfl_lightning.algorithms.mixed_effects import (
@@ -412,8 +413,8 @@ def test_clients_with_other_labels_get_models_of_their_own(absent, make_loop):
     assert result.client_embedding.cluster == (0, 0, 0, 0, 1, 1, 1, 1)
     flat = torch.cat([one.flatten() for one in result.model.parameters()])
     torch.testing.assert_close(flat, loop.state.models.mean(dim=0))
-    saved = torch.load(loop.output_dir / "model.pt", weights_only=True)
-    assert torch.equal(saved["0.bias"], result.model[0].bias) and (loop.output_dir / "model_7.pt").is_file()
+    saved = load_file(loop.output_dir / "model.safetensors")
+    assert torch.equal(saved["0.bias"], result.model[0].bias) and (loop.output_dir / "model_7.safetensors").is_file()
 
 
 def test_without_noise_every_client_trains_alone(make_loop):

@@ -105,10 +105,10 @@ def test_regression_shows_the_loss_and_nothing_to_evaluate_on_no_score(show, tmp
 
 
 def test_the_summary(show, tmp_path):
-    for name in ("model.pt", "distilled.pt", "distilled.json"):
+    for name in ("model.safetensors", "distilled.safetensors", "distilled.json"):
         (tmp_path / name).touch()
     built_in_python = " ".join(show([], {}).split())
-    assert f"net.load_state_dict(torch.load('{tmp_path}/model.pt')) (in Python)" in built_in_python
+    assert f"net = dpfl_lightning.load_model('{tmp_path}/model.safetensors', net) (in Python)" in built_in_python
     assert "evaluate" not in built_in_python
     text = show([{}] * 3, {}, next_steps=["mlflow ui [here]"], options={"rounds": 10})
     summary = text[text.index("epsilon spent") :]

@@ -51,6 +51,8 @@ class DataHolders:
         account = PrivacyAccount(users_file())
         if self._account() is not None or self.population.origin or not account.path.is_file():
             return
+        if not account.has_limits():  # nothing needs to be recognised
+            return
         limited = account.limits_on(self._entry(plan, account, "planned", Path("none")))
         limit = f"because there is a limit on {', '.join(limited)}"
         advice = "Train on other records, within the limit, or remove it by `dpfl account unlimit`."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import hmac
 import os
@@ -19,7 +18,15 @@ from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.errors import NEW_RUN, UserError, warn_user
 from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.models.model import Model, has_frozen
-from dpfl_lightning.runtime.files import PARTIAL, save_tensors, write_atomically, write_json, write_text
+from dpfl_lightning.runtime.files import (
+    PARTIAL,
+    SUFFIX,
+    save_tensors,
+    write_atomically,
+    write_json,
+    write_safetensors,
+    write_text,
+)
 
 _FORMAT = 1  # of a checkpoint
 _SEAL = 32  # bytes at the end of a checkpoint
@@ -29,7 +36,7 @@ Seal = Callable[[bytes], bytes]
 
 
 class RunFolder:
-    """`options.yaml` and `checkpoint.pt`, after the run also `result.json`, `guarantees.json` and `model.pt`.
+    """`options.yaml` and `checkpoint.pt`, after the run also `result.json`, `guarantees.json` and `model.safetensors`.
 
     `checkpoint.pt` ends with a keyed digest of the clients. `checkpoint.before.pt` is the checkpoint before it, from
     which a run is resumed if `checkpoint.pt` is damaged.
@@ -111,18 +118,18 @@ class RunFolder:
     def save_json(self, name: str, content: Mapping[str, Any]) -> None:
         write_json(self.path / name, content)
 
-    def save_models(self, module: Model, final_models: ClientModels, single: bool) -> None:
-        """Write state dicts of `net`: `model.pt` with that of `module` if it is `single`, `model_<k>.pt` of several.
+    def save_models(self, module: Model, final_models: ClientModels, single: bool, code: Mapping[str, Any]) -> None:
+        """Write state dicts of `net`: `model` with that of `module` if it is `single`, `model_<k>` of several.
 
-        If parameters are frozen, which may be large and which the user has, they hold the trained ones only.
+        If parameters are frozen, which may be large and which the user has, they hold the trained ones only. `code`
+        says what makes the model.
         """
         frozen, models = has_frozen(module.net), final_models.models
-        named = {"model.pt": module.flat} if single else {}
-        named |= {f"model_{row}.pt": model for row, model in enumerate(models)} if len(models) > 1 else {}
-        for name, model in named.items():
+        every = {"model": module.flat} if single else {}
+        every |= {f"model_{row}": model for row, model in enumerate(models)} if len(models) > 1 else {}
+        for name, model in every.items():
             tensors = {**({} if frozen else module.net.state_dict()), **module.unflatten(model)}
-            state = {name: value.cpu().clone() for name, value in tensors.items()}
-            write_atomically(self.path / name, functools.partial(save_tensors, state))
+            write_safetensors(self.path / f"{name}{SUFFIX}", tensors, code)
 
 
 def _sealed_content(path: Path, device: torch.device, seal: Seal) -> dict[str, Any] | None:

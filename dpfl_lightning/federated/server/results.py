@@ -147,9 +147,9 @@ class RunResult:
         remarks: what strategies say of the finished run, in sentences.
         metrics: what strategies and the run report of the last round.
         interrupted: whether Ctrl-C or SIGTERM ended the run; not in `result.json`, which only finished runs have.
-        model: the trained `nn.Module` in evaluation mode, as in `model.pt`, with initial personal parameters. It is a
-            mean of models, which has no score, if each client has its own (see `FederatedLoop.client_model`). None if
-            the run did not finish, or if models began differently, as those of clusters. Not in `result.json`.
+        model: the trained `nn.Module` in evaluation mode, as in `model.safetensors`, with initial personal parameters.
+            It is a mean of models, which has no score, if each client has its own (see `FederatedLoop.client_model`).
+            None if the run did not finish, or if models began differently, as those of clusters; not in `result.json`.
     """
 
     output_dir: str

@@ -89,6 +89,12 @@ class RunSession:
         changes = config.replans, config.options, config.optimizer, config.rates
         return RunPlan(*terms, self._strategy_digests, *changes)
 
+    def _code(self) -> dict[str, Any]:
+        from dpfl_lightning.models.saved import code_of
+
+        facts, model = self.config.facts, self.config.options.get("model", {})
+        return code_of(self.model.net, model, facts.input_shape, facts.num_classes)
+
     def describe(self) -> list[str]:
         """The strategies' sentences about the run; call `plan_schedule` first."""
         view = self.view(self._one_model())
@@ -294,7 +300,7 @@ class RunSession:
         self.model.load(models.double().mean(dim=0).to(models) if single else self._initial)
         result = self._result(reason, interrupted, guarantees, final_models, single)
         if final_models is not None:
-            self.folder.save_models(self.model, final_models, single)
+            self.folder.save_models(self.model, final_models, single, self._code())
             different, places = numbered(guarantees)  # usually few: `clients` has the place of each client's
             statements = [guarantee.as_dict() for guarantee in different]
             rows = {"format": FORMAT, "ledger": result.ledger, "guarantees": statements, "clients": places}

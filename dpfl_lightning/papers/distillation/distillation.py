@@ -76,7 +76,7 @@ class Distillation(SetStrategy):
 
     In every round clients send one noisy sum of clipped gradients for each class, computed on the server's model. The
     server moves its images until the model's gradient on them is similar to the released one, and then trains the model
-    on the images. The results of a run are the set (`distilled.pt`) and a new model trained on it.
+    on the images. The results of a run are the set (`distilled.safetensors`) and a new model trained on it.
 
     Args:
         matching: distance between two gradients: `layerwise_cosine`, or `mse` (the paper's eq. 27).

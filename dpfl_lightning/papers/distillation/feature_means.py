@@ -38,7 +38,7 @@ class FeatureMeans(SetStrategy):
     The only round asks each client for one noisy vector: for each class the sum, over its records, of a constant, of
     the record itself, and of the outputs of `nets` random models for it. Its norm is at most 1 for each record.
     The server moves images from the released mean images until their mean features are those of the records. The
-    results of a run are the set (`distilled.pt`) and a new model trained on it, as with `distillation`.
+    results of a run are the set (`distilled.safetensors`) and a new model trained on it, as with `distillation`.
 
     Args:
         nets: number of random models. More describe records better, and share the same norm.

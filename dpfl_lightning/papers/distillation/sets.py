@@ -24,7 +24,7 @@ Count = Annotated[int, Interval(ge=1)]
 
 @dataclass
 class SetStrategy(Strategy, Callback):
-    """A strategy whose result is a synthetic set (`distilled.pt`, with its cards) and a new model trained on it.
+    """A strategy whose result is a synthetic set (`distilled.safetensors`, with cards) and a new model trained on it.
 
     Args:
         images_per_class: number of images of each class.

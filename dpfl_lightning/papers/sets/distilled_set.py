@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from dpfl_lightning.config.reading import check_format, expecting, read_json, read_tensors
+import dpfl_lightning
+from dpfl_lightning.config.reading import check_format, expecting, read_json, read_safetensors
 from dpfl_lightning.errors import require
-from dpfl_lightning.runtime.files import save_tensors, write_atomically, write_text
+from dpfl_lightning.runtime.files import write_safetensors, write_text
 
 #: images and labels, the card for programs, and the data card for people
-TENSORS, CARD, DATA_CARD = "distilled.pt", "distilled.json", "distilled.md"
+TENSORS, CARD, DATA_CARD = "distilled.safetensors", "distilled.json", "distilled.md"
 
 _FORMAT = 1  # of the two files
 _OF_CARD = "card_sha256"  # key of the digest of all other keys
@@ -58,15 +59,15 @@ class DistilledSet(Dataset[tuple[Any, int]]):
         return self.x, self.y
 
     def save(self, folder: str | Path, key: str = "") -> None:
-        """Write `distilled.pt` (only tensors, for `torch.load(weights_only=True)`) and `distilled.json` (the card).
+        """Write `distilled.safetensors` and `distilled.json` (the card).
 
         `key` is that of the strategy's options, for an error.
         """
         folder = Path(folder)
         _require_finite(self.x, folder / TENSORS, key)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {"x": self.x.cpu().contiguous(), "y": self.y.cpu().contiguous()}
-        path = write_atomically(folder / TENSORS, lambda partial: save_tensors(tensors, partial))
+        code = {"class_path": "dpfl_lightning.load_distilled", "dpfl_lightning": dpfl_lightning.__version__}
+        path = write_safetensors(folder / TENSORS, {"x": self.x, "y": self.y}, code)
         card = {"format": _FORMAT, **json.loads(json.dumps(self.card)), "sha256": _digest(path)}
         write_text(folder / CARD, json.dumps({**card, _OF_CARD: _card_digest(card)}, indent=2) + "\n")
 
@@ -92,7 +93,7 @@ class DistilledSet(Dataset[tuple[Any, int]]):
         require(unchanged, str(card_path), "be as it was written", "a changed card", again)
         del card["format"]
         with expecting(path, "hold the tensors x and y of a distilled set", again):
-            tensors = read_tensors(path, advice=again)
+            tensors, _ = read_safetensors(path, advice=again)
             x, y = tensors["x"], tensors["y"]
             fits = x.is_floating_point() and y.dtype == torch.long and y.shape == x.shape[:1]
         must, got = "hold floating x [n, ...] and int64 y [n]", f"{x.dtype} {[*x.shape]} and {y.dtype} {[*y.shape]}"

@@ -253,6 +253,10 @@ class PrivacyAccount(AccountFile):
             together = self._cumulative(groups, run)
         return [Holder(tuple(sorted(group)), one) for group, one in zip(groups, together, strict=True)]
 
+    def has_limits(self) -> bool:
+        with self._locked():
+            return bool(self._limits)
+
     def limits_on(self, record: RunRecord) -> list[str]:
         """Return the data holders of a run, by their names or records, who have a limit. Nothing is written down.
 

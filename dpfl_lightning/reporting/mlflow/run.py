@@ -24,7 +24,8 @@ class Tracking(Callback):
     """Sends a run, also a resumed one, to one run of a `Store` by `sync`, named by strategies and budgets by default.
 
     A store that fails later never stops training: its rounds are sent when it answers again. Additional `tags` cannot
-    replace the tags that describe the guarantee. `per_client` sends the curves of every client, by its name.
+    replace the tags that describe the guarantee. `per_client` sends the curves of every client, by its name; for
+    `pickles` see `save_models`.
 
     **Privacy** See `sync`.
     """
@@ -36,6 +37,7 @@ class Tracking(Callback):
         uri: str | None = None,
         tags: Mapping[str, Any] | None = None,
         per_client: bool = False,
+        pickles: bool = False,
     ) -> None:
         self.store = Store(experiment, uri)
         self.how_to_open = self.store.how_to_open
@@ -46,7 +48,7 @@ class Tracking(Callback):
             "tags": dict(tags or {}),
             "per_client": per_client,
         }
-        self._begun = False
+        self._begun, self._pickles = False, pickles
         self._send_at, self._timeouts = 0.0, 0
 
     def on_fit_start(self, view: View) -> None:
@@ -64,7 +66,7 @@ class Tracking(Callback):
         if not self._begun:
             return
         if result.finished:
-            save_models(view, view.run.output_dir)
+            save_models(view, view.run.output_dir, self._pickles)
         if not self._sent(view, running=False):
             words = f"MLflow at {without_credentials(self.store.uri)} does not have the whole run."
             how = f"{invocation('sync')} {result.output_dir} sends what is missing"

@@ -12,11 +12,12 @@ from dpfl_lightning.reporting.mlflow.models import send_models
 from dpfl_lightning.reporting.mlflow.store import Metric, Run, Store, last_points, metrics
 from dpfl_lightning.reporting.products import products_in
 from dpfl_lightning.reporting.run_files import RunFiles
+from dpfl_lightning.runtime.files import SUFFIX
 
 # Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
 _LEDGER = ("ledger.jsonl", "ledger.head")
 _REPORTS = ("guarantees.json", "guarantee.html", "result.json", HISTORY)
-_FILES = (*_LEDGER, *_REPORTS, "model.pt", "model_*.pt")
+_FILES = (*_LEDGER, *_REPORTS, f"model{SUFFIX}", f"model_*{SUFFIX}")
 
 
 def sync(folder: Path, store: Store, running: bool = False) -> int:

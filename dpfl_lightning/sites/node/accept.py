@@ -7,25 +7,22 @@ import json
 import math
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dpfl_lightning.build import build_engine, build_module
 from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.config.names import check_names
-from dpfl_lightning.config.options import Options, PrivacyOptions
+from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError, require, shortened, warn_user
+from dpfl_lightning.errors import require, shortened, warn_user
 from dpfl_lightning.federated.client.holders import DataHolders
 from dpfl_lightning.federated.client.identity import module_digest
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.query import ScoreCounts
-from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans
 from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.ledger.verify import read
-from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.text import at_most
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Site, Terms, client_names, most_numbers
@@ -33,10 +30,7 @@ from dpfl_lightning.sites.node.records import seated, site_population
 from dpfl_lightning.sites.node.state import Reservation, Settings, StateFolder
 from dpfl_lightning.sites.node.study import Study
 from dpfl_lightning.sites.receipt import new_key, public_key
-from dpfl_lightning.sites.terms import check_version, difference, several_records
-
-#: options of the section privacy that say how releases are made, and what they protect
-_OF_RELEASES = ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds", "unit", "rows_per_person")
+from dpfl_lightning.sites.terms import check_version, client_of, cost_of, difference, privacy_of
 
 
 def site_of(settings: Settings, population: Population, client: int, key: bytes) -> Site:
@@ -46,37 +40,6 @@ def site_of(settings: Settings, population: Population, client: int, key: bytes)
     protects = settings.unit, settings.rows_per_person
     schema = population.form, population.schema
     return Site(settings.name, size, classes, inputs, labels, features, public_key(key), *schema, *protects)
-
-
-def client_of(terms: Terms, settings: Settings) -> int:
-    """Return the number of a site's client in a plan. Raises UserError if the plan does not have it."""
-    names = tuple(site.name for site in terms.sites)
-    must = f"have a client named {settings.name} (its clients: {', '.join(names)})"
-    require(settings.name in names, "PLAN", must, "none", "Names of sites are given by `dpfl node init --name`.")
-    return names.index(settings.name)
-
-
-def cost_of(terms: Terms, client: int) -> ClientPlan:
-    """Return the releases of a client in a plan, and what they cost, composed again by this installation.
-
-    Of its caveats none is of the plan, as they are words of the server. Raises UserError if something is released
-    without noise, or the cost is above the budget that the plan states.
-    """
-    schedule, settings = terms.plan.schedule.clients[client], terms.plan.settings[client]
-    for line in schedule.planned:
-        require(line.event.private or line.count <= 0, "PLAN", "plan noisy releases only", line.event)
-        require(line.count >= 0 and line.event.total >= 1, "PLAN", "plan releases of at least one step", line)
-    privacy = PrivacyOptions(**_privacy(terms))
-    accountant = get_accountant(terms.plan.accountant, privacy.relation)
-    size, words = [(settings.num_records, settings.batch_size)], SAMPLERS["poisson"].words
-    caveats, most = several_records(terms.sites[client]), privacy.rows_per_person
-    (planned,) = client_plans([schedule], accountant, size, words, caveats, most_records=most)
-    epsilon, budget = planned.guarantee.epsilon, min(schedule.target_epsilon, settings.epsilon)
-    require(math.isfinite(epsilon), "PLAN", "be a finite cost of noisy releases", epsilon, "Some release has no noise.")
-    within = epsilon <= budget * (1 + 1e-6) + 2e-6 and schedule.delta <= settings.delta
-    must = f"cost at most the budget that it states, ({at_most(budget)}, {at_most(settings.delta)})"
-    require(within, "PLAN", must, (epsilon, schedule.delta))
-    return planned
 
 
 class Offer(NamedTuple):
@@ -130,17 +93,14 @@ def offer_of(terms: Terms, state: StateFolder) -> Offer:
     settings = state.settings()
     population, own = site_population(settings)
     site = site_of(settings, population, own, state.key())
-    client = client_of(terms, settings)
-    fields, advice = (
-        wire.different_fields(site, terms.sites[client]),
-        "Give this node's site.json to the plan's author.",
-    )
+    client = client_of(terms, settings.name)
+    fields, advice = wire.different_fields(site, terms.sites[client]), "Give its author the site.json of this node."
     other = fields and (difference(terms.sites[client], site) or f"other {fields}")
     require(not other, "PLAN", "have the public facts of this site", other, advice)
     stated = terms.plan.settings[client].num_records
     require(stated == site.num_records, "PLAN", f"state the {site.num_records} {site.unit}s of this site", stated)
     advice = "Refuse the plan: the limits of `dpfl node init` are on sums of this kind."
-    for key, planned in _privacy(terms).items():
+    for key, planned in privacy_of(terms).items():
         ours = getattr(settings, key, planned)
         require(planned == ours, "PLAN", f"have the privacy.{key} of this site, {ours}", planned, advice)
     options, cost = _options(terms, settings), cost_of(terms, client).guarantee
@@ -217,7 +177,7 @@ def _options(terms: Terms, settings: Settings) -> Options:
         _check_fixed(path, model.get("init_args") or {}, settings)
         model = {**model, "init_args": settings.model_args}
     values = {**{key: terms.plan.options.get(key) for key in ("seed", "task")}, "model": model}
-    privacy = {**_privacy(terms), "epsilon": 1.0, "noise_key": settings.test_key}  # budgets are those of the plan
+    privacy = {**privacy_of(terms), "epsilon": 1.0, "noise_key": settings.test_key}  # budgets are those of the plan
     count = {"count": len(terms.plan.settings)}
     return from_mapping({**values, "privacy": privacy, "clients": count})
 
@@ -238,16 +198,6 @@ def _check_fixed(path: object, arguments: object, settings: Settings) -> None:
         must = f"have model.init_args.{shortened(name)} as this site has fixed it by `dpfl node init`, {must}"
         advice = "Ask the plan's author for it, or allow the other by model_args in node.json of this node."
         require(same, "PLAN", must, "none" if other is left_out else other, advice)
-
-
-def _privacy(terms: Terms) -> dict[str, Any]:
-    """Return how releases are made, as a plan states it."""
-    given, names = terms.plan.options.get("privacy"), _OF_RELEASES
-    if not isinstance(given, dict) or not {*names} <= given.keys():
-        raise UserError(f"`PLAN` must state the options of privacy ({', '.join(names)}), got others.")
-    require(given["sampling"] == "poisson", "PLAN", "draw Poisson samples", given["sampling"])
-    require(given["accountant"] == terms.plan.accountant, "PLAN", "name one accountant", given["accountant"])
-    return {name: given[name] for name in names}
 
 
 def new_node(path: Path, settings: Settings) -> tuple[StateFolder, Site]:

@@ -38,16 +38,16 @@ class KeptScores:
 wire.register(KeptScores)
 
 
-def write_scores(folder: Path, site: str, scores: KeptScores, promise: Guarantee) -> None:
+def write_scores(folder: Path, scores: KeptScores, promise: Guarantee) -> None:
     """Write the scores and a page into the folder of a plan, for the operator of the site alone.
 
-    The page also says what the site has released so far.
+    The page is the one of `accept --show --page`, completed.
     """
-    from dpfl_lightning.reporting.site_page import site_page  # only now: reading and answering requests needs no pages
+    from dpfl_lightning.reporting.site_page import SiteScores  # only now: answering requests needs no pages
+    from dpfl_lightning.sites.node.consent import completed_page
 
     write_text(folder / FILE, wire.to_text(scores), private=True)
-    page = site_page(site, folder.name, scores.round, scores.records, scores.score, scores.baseline, promise)
-    write_text(folder / PAGE, page, private=True)
+    write_text(folder / PAGE, completed_page(folder, SiteScores(**vars(scores), released=promise)), private=True)
 
 
 def read_scores(folder: Path) -> KeptScores | None:

@@ -102,7 +102,7 @@ class Study:
         self.client, self.clients, self._plan = client, clients, terms.plan
         self._num_classes, self._records = terms.sites[client].num_classes, terms.plan.settings[client].num_records
         self._of_persons = clients.population.rows_per_person is not None
-        self._name, self._score_every = terms.sites[client].name, score_every
+        self._score_every = score_every
         self._last = terms.plan.schedule.rounds + 1  # after the last round, too, a strategy may ask
         self._folder, self._releases = folder, folder / "releases"
         self._releases.mkdir(exist_ok=True)
@@ -167,7 +167,7 @@ class Study:
         try:
             scores = evaluate_own(clients.module, clients.population, model, self.client, clients.engine)
             kept = KeptScores(round, held_out, scores.test, scores.baseline)
-            write_scores(self._folder, self._name, kept, clients.guarantees()[self.client])
+            write_scores(self._folder, kept, clients.guarantees()[self.client])
         except Exception as error:
             warn_user(f"scores of held-out records are not computed: {type(error).__name__}")
 

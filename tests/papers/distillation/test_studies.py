@@ -120,7 +120,7 @@ def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys, monkeyp
     assert main([*argv, *flags, *words]) == 0
     text = capsys.readouterr().out
     assert re.search(r"\| trained on the distilled set +\| 3 ", text) and "Kendall" in text
-    assert len(list(work.runs.glob("distillation.search_set/*/set_distdd_seed0*/distilled.pt"))) == 1
+    assert len(list(work.runs.glob("distillation.search_set/*/set_distdd_seed0*/distilled.safetensors"))) == 1
     distilled = kept(work.results, cell("nas", "net03", "distilled", overrides))["values"]
     federated = kept(work.results, cell("nas", "net03", "federated", overrides))["values"]
     assert distilled["set_gigabytes"] > 0 and distilled["parameters"] == federated["parameters"] > 0
