@@ -19,9 +19,9 @@ from pandas import DataFrame
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserNotice
-from dpfl_lightning.privacy.ledger.account import PrivacyAccount
 from dpfl_lightning.privacy.ledger.account_file import RunRecord
 from dpfl_lightning.privacy.ledger.evidence import CONTAINMENT, MIN_SHARED, MOST_CHANCE
+from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 from experiments.pages import RESULTS, markdown, written
 
 PAIRS, SEED = 200, 0
@@ -128,7 +128,7 @@ class Comparison:
 
     def __init__(self, folder: Path, rng: np.random.Generator) -> None:
         self.folder, self.rng = folder, rng
-        self.account = PrivacyAccount(folder / "account.jsonl")
+        self.account = OperatedAccount(folder / "account.jsonl")
 
     def enter(self, name: str, table: DataFrame, run: str) -> None:
         """Charge a run on a table, as a configuration with random columns and scales reads it."""

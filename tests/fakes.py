@@ -18,8 +18,8 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, RunGuarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
-from dpfl_lightning.privacy.ledger.account import PrivacyAccount
 from dpfl_lightning.privacy.ledger.file import NO_CHAIN, Charge, charge_lines
+from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 
 FRAME = {"sampling": "Poisson sampling", "accountant": "RDP (Opacus, orders 1.1 to 1024)"}
 
@@ -164,7 +164,7 @@ class Recorder(Strategy, Callback):
         self.reports.append(report)
 
 
-def pay(account: PrivacyAccount, releases) -> None:
+def pay(account: OperatedAccount, releases) -> None:
     """Charge (client, event) pairs, each as a ledger with nothing else would."""
     for client, event in releases:
         charge = Charge(client, 1, "train", event)

@@ -29,11 +29,11 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.loop import FederatedLoop
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
-from dpfl_lightning.privacy.ledger.account import PrivacyAccount
 from dpfl_lightning.privacy.ledger.account_file import RunRecord
 from dpfl_lightning.privacy.ledger.evidence import Evidence
 from dpfl_lightning.privacy.ledger.file import Charge, Header, read_header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
+from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 BUDGETS, DELTA = (4.0, 6.0, 8.0, 10.0), 1e-3
@@ -182,7 +182,7 @@ def killed(
 
 def charging(folder: Path, number: int, told: Connection) -> None:
     """Charge the run `number` to its ledger and the account of all, round after round, and tell each that is done."""
-    path, account = folder / str(number) / "ledger.jsonl", PrivacyAccount(folder / "account.jsonl")
+    path, account = folder / str(number) / "ledger.jsonl", OperatedAccount(folder / "account.jsonl")
     path.parent.mkdir(exist_ok=True)
     names, count = {"names": ["bergen", f"ward {number}"]}, 2
     begun = read_header(path) if path.exists() else None

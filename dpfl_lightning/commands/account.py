@@ -14,7 +14,7 @@ from dpfl_lightning.runtime.text import at_most, columns, counted, shown
 
 if TYPE_CHECKING:
     from dpfl_lightning.privacy.compose import Limit
-    from dpfl_lightning.privacy.ledger.account import Holder, PrivacyAccount
+    from dpfl_lightning.privacy.ledger.operator import Holder, OperatedAccount
 
 _ABOUT = (
     "Show what all runs on the records of each data holder cost together: epsilon, composed as if one run had planned "
@@ -52,15 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--file", metavar="FILE", help="the account (default: that of privacy.account auto)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     flags = parser.parse_args(argv)
-    from dpfl_lightning.privacy.ledger.account import PrivacyAccount
     from dpfl_lightning.privacy.ledger.account_file import users_file
+    from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 
     count = _COUNTS.get(flags.verb, max(len(flags.words), 1))
     require(len(flags.words) == count, f"account {flags.verb}".strip(), _needs(count), flags.words, "See --help.")
     for name in () if flags.verb == "limit" else ("unit", "adjacency", "rows_per_person"):
         given = getattr(flags, name)
         require(given is None, f"--{name}", "come with `limit`", given, "See --help.")
-    account = PrivacyAccount(users_file() if flags.file is None else Path(flags.file))
+    account = OperatedAccount(users_file() if flags.file is None else Path(flags.file))
     if flags.verb == "" and not account.path.exists() and not account.is_missed():
         print(json.dumps(_as_dict(account, [])) if flags.json else _text(account, []))
         return 0
@@ -103,7 +103,7 @@ def _number(word: str) -> float:
         raise
 
 
-def _add(account: PrivacyAccount, runs: Sequence[str]) -> None:
+def _add(account: OperatedAccount, runs: Sequence[str]) -> None:
     from dpfl_lightning.privacy.ledger.account_file import is_account
     from dpfl_lightning.privacy.ledger.verify import ledger_of
 
@@ -113,12 +113,12 @@ def _add(account: PrivacyAccount, runs: Sequence[str]) -> None:
         print(f"{path}: {counted(account.merge(path) if other else account.add(path), 'release')} added")
 
 
-def _as_dict(account: PrivacyAccount, holders: Sequence[Holder]) -> dict[str, object]:
+def _as_dict(account: OperatedAccount, holders: Sequence[Holder]) -> dict[str, object]:
     rows = [{"holder": list(one.names), **one.together.as_dict()} for one in holders]
     return {"account": str(account.path), "holders": rows}
 
 
-def _text(account: PrivacyAccount, holders: Sequence[Holder]) -> str:
+def _text(account: OperatedAccount, holders: Sequence[Holder]) -> str:
     """Return a row for each data holder."""
     if not holders:
         return f"{account.path}: no run is in the account."

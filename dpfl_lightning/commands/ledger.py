@@ -14,9 +14,9 @@ from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import noised_steps
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, NOISE_BY_RESULTS
-from dpfl_lightning.privacy.ledger.account import PrivacyAccount
 from dpfl_lightning.privacy.ledger.account_file import users_file
 from dpfl_lightning.privacy.ledger.export import ABOUT, as_dp_event
+from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 from dpfl_lightning.privacy.ledger.verify import Composed, VerifiedLedger, ledger_of, read
 from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
 from dpfl_lightning.runtime.files import write_text
@@ -180,7 +180,7 @@ def _in_account(report: Composed) -> list[str]:
     """Return what the user's account says about the clients of the runs, if it knows them."""
     if not users_file().is_file():
         return []
-    account = PrivacyAccount(users_file())
+    account = OperatedAccount(users_file())
     holders = [one for ledger in report.ledgers for one in account.holders(ledger.verified.header.run)]
     worst = max(holders, key=lambda one: one.together.urgency, default=None)
     return [] if worst is None else [f"Account {account.path}, {' = '.join(worst.names)}: {worst.together.words()}"]

@@ -275,10 +275,10 @@ def _counts_sent(ledger: Path) -> tuple[str, ...]:
 
 def _in_account(name: str) -> list[str]:
     """Return what all runs on the records of this site cost together, with simulations on this machine."""
-    from dpfl_lightning.privacy.ledger.account import PrivacyAccount
     from dpfl_lightning.privacy.ledger.account_file import users_file
+    from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 
-    holders = PrivacyAccount(users_file()).holders() if users_file().is_file() else []
+    holders = OperatedAccount(users_file()).holders() if users_file().is_file() else []
     return [
         f"Account {users_file()}: {counted(one.together.runs, 'run')} on these records, {one.together.cost()}"
         for one in holders

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from search.test_two_commands import TRIALS, Command, small_fashion  # noqa: F401
 
 from dpfl_lightning.build import ENGINES
-from dpfl_lightning.privacy.ledger.account import PrivacyAccount
 from dpfl_lightning.privacy.ledger.file import read_header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
+from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 from dpfl_lightning.strategies import STRATEGIES
 
 pytestmark = pytest.mark.e2e
@@ -122,7 +122,7 @@ def test_account_and_ledgers_of_killed_writers_say_the_same(tmp_path):
         told[number] = max(told[number], writers[number].kill())
         writers[number] = Writer(tmp_path, number)
     told |= Counter({number: writer.kill() for number, writer in enumerate(writers)})
-    account = PrivacyAccount(tmp_path / "account.jsonl")
+    account = OperatedAccount(tmp_path / "account.jsonl")
     for number in range(3):
         path = tmp_path / str(number) / "ledger.jsonl"
         header = read_header(path)

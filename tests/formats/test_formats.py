@@ -26,9 +26,9 @@ from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.federated.server.results import read_guarantees
 from dpfl_lightning.privacy.compose import Limit
 from dpfl_lightning.privacy.ledger import file as ledger
-from dpfl_lightning.privacy.ledger.account import PrivacyAccount
 from dpfl_lightning.privacy.ledger.file import read_head
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 from dpfl_lightning.reporting import description
 from dpfl_lightning.reporting.run_files import read_result
 from dpfl_lightning.sites import wire
@@ -88,7 +88,7 @@ def message(kind: type) -> Callable[[Path], object]:
 FORMATS: dict[str, tuple[Callable, int, Callable[[Path, int], None]]] = {
     "run/ledger.jsonl": (read_ledger, 3, ledger_with),
     "run/checkpoint.pt": (checkpoint, 1, checkpoint_with),
-    "account/account.jsonl": (lambda path: PrivacyAccount(path).holders(), 3, account_with),
+    "account/account.jsonl": (lambda path: OperatedAccount(path).holders(), 3, account_with),
     "run/metrics.jsonl": (history.read, 1, rounds_with),
     "run/run.json": (lambda path: description.read(path.parent), 1, with_number),
     "run/result.json": (lambda path: read_result(path.parent), 1, with_number),
@@ -137,7 +137,7 @@ def write_samples() -> None:
             path.unlink()
     head = read_head(Path("run/ledger.jsonl"))
     write_receipts(Path("run"), {0: Receipt("", "", "", head).signed(sites.key_of(0))}, [public_key(sites.key_of(0))])
-    account = PrivacyAccount(Path("account/account.jsonl"))
+    account = OperatedAccount(Path("account/account.jsonl"))
     account.accept()
     account.add(Path("run/ledger.jsonl"))
     account.limit("clients without names", Limit(8.0, 1e-5))

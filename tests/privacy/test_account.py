@@ -26,19 +26,20 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.group_privacy import of_group
 from dpfl_lightning.privacy.compose import ANYBODY, Keys, Limit, Line, compose, relation_of_all
-from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount
+from dpfl_lightning.privacy.ledger.account import NAMELESS
 from dpfl_lightning.privacy.ledger.account_file import RunRecord
 from dpfl_lightning.privacy.ledger.evidence import Evidence, View
 from dpfl_lightning.privacy.ledger.file import Charge, Header, read_head, read_header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
+from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 
 DELTA = 1e-3
 
 
 @pytest.fixture
-def account(tmp_path, monkeypatch) -> PrivacyAccount:
+def account(tmp_path, monkeypatch) -> OperatedAccount:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return PrivacyAccount(tmp_path / "account.jsonl")
+    return OperatedAccount(tmp_path / "account.jsonl")
 
 
 def hospitals(*names: str, seed: int = 0) -> Population:
@@ -53,7 +54,7 @@ def hospitals(*names: str, seed: int = 0) -> Population:
 class Runs:
     """Runs that are charged to an account, and their ledgers, also of folders that are deleted."""
 
-    def __init__(self, account: PrivacyAccount, folder: Path) -> None:
+    def __init__(self, account: OperatedAccount, folder: Path) -> None:
         self.account, self.folder, self.charged = account, folder, []
 
     def loop(self, population, name="run0", epsilon=2.0, reserve=0, **options):
@@ -105,7 +106,7 @@ def test_runs_with_other_settings_seeds_and_clients_are_composed_by_name(runs, t
     assert last.guarantee.together.runs == 2 and last.guarantee.together.epsilon == runs.together("bergen").epsilon
     assert any("account null" in gap for gap in last.guarantee.not_covered)
     shutil.rmtree(tmp_path / "run0")
-    assert PrivacyAccount(runs.account.path).holders() == runs.account.holders(), "a deleted folder changes nothing"
+    assert OperatedAccount(runs.account.path).holders() == runs.account.holders(), "a deleted folder changes nothing"
 
 
 def test_a_copy_of_a_run_and_a_killed_run_count_each_charge(runs, tmp_path):
@@ -119,7 +120,7 @@ def test_a_copy_of_a_run_and_a_killed_run_count_each_charge(runs, tmp_path):
     own = composed([tmp_path / "run0"], "bergen")
     both = runs.together("bergen").epsilon
     assert charges == 4 and both > 1.1 * own, "round 2 was released three times, and each ledger knows of two"
-    released = PrivacyAccount(runs.account.path)
+    released = OperatedAccount(runs.account.path)
     released.holders()
     ((_, paid),) = released._runs.values()
     assert paid[0].total() == 4
@@ -194,7 +195,7 @@ def test_own_files_under_a_public_name_are_charged(tmp_path, monkeypatch):
     population = Population.partitioned(data, num_clients=2)
     loop = small_loop(population, ClientModule(new_net(0)), **options)
     assert loop.run().guarantee.together.epsilon > 0
-    assert [one.names for one in PrivacyAccount(tmp_path / "users.jsonl").holders()] == [(NAMELESS,)]
+    assert [one.names for one in OperatedAccount(tmp_path / "users.jsonl").holders()] == [(NAMELESS,)]
 
 
 def test_a_limit_refuses_a_run_before_it_begins_and_a_charge_before_it_is_made(runs, tmp_path):
@@ -218,7 +219,7 @@ def test_a_limit_refuses_a_run_before_it_begins_and_a_charge_before_it_is_made(r
 
     def begin_and_another_charges(*arguments):
         begun(*arguments)
-        other = PrivacyAccount(runs.account.path)
+        other = OperatedAccount(runs.account.path)
         other.limit("bergen", Limit(2.5, DELTA))
 
     loop.clients.begin = begin_and_another_charges
@@ -260,7 +261,7 @@ def test_two_runs_that_do_not_know_of_each_other_stay_within_a_limit(account):
     """Each plan fits alone, and the charges of both do not: as if a run on another machine had no lock here."""
     event = GaussianEvent(0.2, 1.5, 10)
     account.limit("bergen", Limit(1.2 * get_accountant("rdp").epsilon([event] * 5, DELTA), DELTA))
-    others = [account, PrivacyAccount(account.path)]
+    others = [account, OperatedAccount(account.path)]
     for letter, one in zip("ab", others, strict=True):
         one.enter(entry(letter * 32, ("bergen",), ((event, 5),)))
     paid = 0
@@ -361,7 +362,7 @@ def test_names_that_the_operator_joins_count_together_in_each_run(account):
     account.enter(entry("a" * 32, ("ward 1", "ward 2"), evidence=(records(0), records(50))))
     pay(account, [(0, EVENT), (1, EVENT)])
     account.join("ward 1", "ward 2")
-    for opened in (account, PrivacyAccount(account.path)):
+    for opened in (account, OperatedAccount(account.path)):
         (only,) = opened.holders()
         assert only.together.epsilon == TIGHT.epsilon([EVENT] * 2, DELTA)
 
@@ -389,7 +390,7 @@ def test_a_refused_run_keeps_what_it_says_of_names(account):
         with pytest.raises(UserError, match="keep the limit of bergen or lund"):
             request(refused)
         assert (account.path.read_bytes() == before) == (request == account.enter), "nothing new is learnt"
-    again = PrivacyAccount(account.path)
+    again = OperatedAccount(account.path)
     with pytest.raises(UserError, match="keep the limit of bergen or lund"):
         again.enter(entry("c" * 32, ("lund",), ((EVENT, 1),), evidence=(records(90),)))
     ((only,), (run,)) = again.holders(), again._runs
@@ -571,7 +572,7 @@ def test_two_ends_of_one_account_are_merged_and_both_count(begun, account, tmp_p
     shutil.copy(account.path, tmp_path / "other.jsonl")
     ledger.charge(charge_in(2))
     ledger.close()
-    other = PrivacyAccount(tmp_path / "other.jsonl")
+    other = OperatedAccount(tmp_path / "other.jsonl")
     copy = tmp_path / "copy" / "ledger.jsonl"
     other.enter(entry(read_header(copy).run, ("bergen",)))
     there = Ledger(copy, read_header(copy), account=other)
@@ -595,7 +596,7 @@ def test_a_merge_of_one_key_keeps_what_records_have_joined(account, tmp_path):
     """Names that records have joined do not become names that the operator has joined: disjoint clients stay so."""
     shutil.copy(account.path, tmp_path / "other.jsonl") if account.path.exists() else account.key
     shutil.copy(account.path, tmp_path / "other.jsonl")
-    other = PrivacyAccount(tmp_path / "other.jsonl")
+    other = OperatedAccount(tmp_path / "other.jsonl")
     with pytest.warns(UserNotice, match="ward 1, ward 2 have records of bergen"):
         for one, names in (("a", ("bergen",)), ("b", ("ward 1", "ward 2"))):
             found = (records(0, 200),) if one == "a" else (records(0), records(200))
@@ -637,7 +638,7 @@ def test_a_torn_line_of_a_killed_run_is_not_added(begun, account, tmp_path):
         shutil.copytree(tmp_path / "run", tmp_path / "torn", dirs_exist_ok=True)
         with (tmp_path / "torn" / "ledger.jsonl").open("ab") as file:
             file.write(torn)
-        other = PrivacyAccount(tmp_path / "other.jsonl")
+        other = OperatedAccount(tmp_path / "other.jsonl")
         assert other.add(tmp_path / "torn" / "ledger.jsonl") in (0, 1)
         assert other.holders()[0].together.epsilon == TIGHT.epsilon([EVENT], DELTA)
 
@@ -659,7 +660,7 @@ def test_a_limit_can_be_removed(account, capsys):
 
 
 def test_an_account_of_another_key_is_merged_without_its_digests(account, tmp_path):
-    other = PrivacyAccount(tmp_path / "other.jsonl")
+    other = OperatedAccount(tmp_path / "other.jsonl")
     for one, run, name in ((account, "a", "bergen"), (other, "b", "oslo")):
         one.enter(entry(run * 32, (name,), evidence=(records(0),)))
         pay(one, [(0, EVENT)])
@@ -768,12 +769,12 @@ def test_what_the_state_folder_or_a_typo_spoils_is_said(account, monkeypatch, tm
     assert stat.S_IMODE(account.path.stat().st_mode) == 0o600
     account._seen.write_text("{")
     with pytest.raises(UserError, match="account accept"):
-        PrivacyAccount(account.path).holders()
-    assert account.accept() == 3 and PrivacyAccount(account.path).holders()
+        OperatedAccount(account.path).holders()
+    assert account.accept() == 3 and OperatedAccount(account.path).holders()
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file" / "in"))
     with pytest.raises(UserError, match="XDG_STATE_HOME"):
-        PrivacyAccount(account.path).holders()
+        OperatedAccount(account.path).holders()
 
 
 def test_a_limit_for_persons_counts_rows_by_group_privacy(account):
@@ -940,14 +941,14 @@ def test_a_line_that_a_crash_interrupted_is_cut_off(account):
     account.enter(entry("a" * 32, ("bergen",)))
     with account.path.open("ab") as file:
         file.write(b'{"charged": "aaaa')
-    again = PrivacyAccount(account.path)
+    again = OperatedAccount(account.path)
     again.enter(entry("b" * 32, ("bergen",)))
     pay(again, [(0, GaussianEvent(0.1, 2.0, 20))])
-    assert [one.together.runs for one in PrivacyAccount(account.path).holders()] == [1]
+    assert [one.together.runs for one in OperatedAccount(account.path).holders()] == [1]
 
 
 def _charge_often(path: Path, run: str) -> None:
-    account = PrivacyAccount(path)
+    account = OperatedAccount(path)
     account.enter(entry(run, ("bergen",)))
     for _ in range(25):
         pay(account, [(0, GaussianEvent(0.1, 2.0, 1))])

@@ -21,8 +21,9 @@ from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.compose import Limit
-from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount
+from dpfl_lightning.privacy.ledger.account import NAMELESS
 from dpfl_lightning.privacy.ledger.account_file import RunRecord
+from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 from experiments import holders
 
 DELTA = 1e-3
@@ -46,7 +47,7 @@ class Runs:
     """Runs on CSV files that are charged to one account."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.account, self.count = folder, PrivacyAccount(folder / "account.jsonl"), 0
+        self.folder, self.account, self.count = folder, OperatedAccount(folder / "account.jsonl"), 0
 
     def population(self, tables: dict[str, pandas.DataFrame], **options) -> Population:
         self.count += 1
@@ -397,7 +398,7 @@ def test_fit_refuses_two_spellings_and_another_order_of_features_at_the_limit(tm
         config = CONFIG.format(folder=folder, features=features, output=tmp_path / f"run{number}")
         (tmp_path / "one.yaml").write_text(config)
         ends.append(fit(["--config", str(tmp_path / "one.yaml")]))
-    (holder,) = PrivacyAccount(tmp_path / "users.jsonl").holders()
+    (holder,) = OperatedAccount(tmp_path / "users.jsonl").holders()
     assert holder.names == ("bergen", "haukeland") and holder.together.epsilon <= 3 and holder.together.used <= 1
     assert ends[0] == 0 and ends[-1] == 2 and "keep the limit" in capsys.readouterr().err
 

@@ -22,9 +22,10 @@ from dpfl_lightning.privacy.accounting.accountant import Rdp, get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, Release
 from dpfl_lightning.privacy.accounting.guarantee import FILTER, NOISE_BY_RESULTS
 from dpfl_lightning.privacy.compose import Keys, Limit, Line, compose
-from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount
+from dpfl_lightning.privacy.ledger.account import NAMELESS
 from dpfl_lightning.privacy.ledger.file import Charge, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
+from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 from dpfl_lightning.runtime.text import at_most
 from dpfl_lightning.search.costs import Cost, composed_costs
 
@@ -215,7 +216,7 @@ def test_the_end_of_a_run_its_page_its_plan_and_the_account_give_one_answer(tmp_
     together = result.guarantee.together
     assert ledger_command([str(tmp_path / "first"), str(tmp_path / "second"), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)["guarantee"]
-    (bergen,) = [one.together for one in PrivacyAccount(tmp_path / "account.jsonl").holders() if "bergen" in one.names]
+    (bergen,) = [one.together for one in OperatedAccount(tmp_path / "account.jsonl").holders() if "bergen" in one.names]
     assert listed["epsilon"] == together.epsilon == bergen.epsilon > result.guarantee.epsilon
     assert listed["delta"] == together.delta == bergen.delta == 1e-4
     assert listed["accountant"] == together.accountant == bergen.accountant
@@ -239,7 +240,7 @@ def test_a_run_that_chooses_its_noise_has_one_answer(tmp_path, monkeypatch, caps
     result = loop.run()
     assert ledger_command([str(tmp_path / "run"), "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["clients"]
-    holders = PrivacyAccount(tmp_path / "account.jsonl").holders()
+    holders = OperatedAccount(tmp_path / "account.jsonl").holders()
     of_account = {one.names[0]: one.together.epsilon for one in holders}
     of_page = {population.names[i]: one.epsilon for i, one in enumerate(loop.clients.guarantees())}
     assert {row["client"]: row["guaranteed"] for row in rows} == of_account == of_page
@@ -314,7 +315,7 @@ def test_what_is_covered_costs_at_most_as_much(relation):
 
 def test_the_delta_of_a_limit_is_that_of_the_question(answers, tmp_path, capsys):
     answers(QUESTIONS["two deltas"][0])
-    account = PrivacyAccount(tmp_path / "account.jsonl")
+    account = OperatedAccount(tmp_path / "account.jsonl")
     account.limit("bergen", Limit(9.0, 1e-5))
     (bergen,) = [one.together for one in account.holders() if "bergen" in one.names]
     folders = [str(folder) for folder in sorted((tmp_path / "runs").iterdir())]

@@ -7,15 +7,14 @@ import functools
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import FileIO
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning.config.names import folded, is_name
-from dpfl_lightning.config.reading import expecting
+from dpfl_lightning.config.names import folded
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.privacy.accounting.events import Event, Release
 from dpfl_lightning.privacy.accounting.guarantee import CumulativeGuarantee
@@ -55,18 +54,6 @@ NAMELESS = "clients without names"
 _MOST_NAMES = 6  # in a sentence
 
 
-@dataclass(frozen=True)
-class Holder:
-    """All that the account says about a data holder, who may have several names."""
-
-    names: tuple[str, ...]
-    together: CumulativeGuarantee
-
-    def is_called(self, name: str) -> bool:
-        """Return whether a name, in any spelling, is one of the holder's."""
-        return folded(name) in map(folded, self.names)
-
-
 class PrivacyAccount(AccountFile):
     """One file (mode 0600) to which every run on own records appends its charges, synced before anything is computed.
 
@@ -101,79 +88,6 @@ class PrivacyAccount(AccountFile):
             self._join(file, joins, [*self._evidence_lines(entry), line_of(entry)] if new else [])
             self._within = len(self._chains)
         self._entry = entry
-
-    def add(self, path: Path) -> int:
-        """Add the run of a ledger that was made elsewhere; return how many releases were lacking. No limit refuses it.
-
-        Raises UserError if the ledger was changed, or cannot be composed.
-        """
-        from dpfl_lightning.privacy.ledger.verify import read, rows_of  # which no run needs
-
-        (ledger,) = read([path]).ledgers
-        header, everyone = ledger.verified.header, range(len(ledger.events))
-        clients = [client for client in everyone if header.planned or ledger.events[client]]
-        plans, named = header.planned or ((),) * len(header.delta), bool(header.identity.get("names"))
-        entry = RunRecord(
-            run=header.run,
-            ledger=str(path.absolute()),
-            adjacency=header.adjacency,
-            sampling=header.sampling,
-            accountant=header.accountant,
-            holders={client: header.name_of(client) if named else NAMELESS for client in clients},
-            delta=tuple(header.delta[client] for client in clients),
-            planned=tuple(tuple((event, 1) for event in plans[client]) for client in clients),
-            evidence=(Evidence(),) * len(clients),
-            rows=(rows_of(header),) * len(clients),
-            filters=tuple(header.filters[client] for client in clients),
-            whole=bool(header.planned),
-        )
-        with self._locked() as file:
-            self._add_record(file, self._spelt(entry))
-        return self.reconcile(path, ledger.verified.size)[0]
-
-    def merge(self, path: Path) -> int:
-        """Add all runs of another account, as of another machine or of a copy that went on; return how many releases.
-
-        What both have counts once. Names that are one holder there are one here. Limits stay those of this account.
-        Records are recognised later only if both come from one file, because digests have a key; else it warns.
-        Raises UserError if the file is no whole account, or has what cannot be composed.
-        """
-        other, lines = PrivacyAccount(path), dict[str, list[bytes]]()
-        with path.open("rb", buffering=0) as theirs, expecting(path, "hold a whole account", "Add its runs instead."):
-            other._read(theirs, accept=True)
-            compose(other._lines())
-            contents = list(other._contents(theirs))
-        for content in contents:
-            if "charged" in content:
-                lines.setdefault(content["charged"], []).extend(map(ledger_line, content["lines"]))
-        same_key = other._key == self.key
-        if not same_key and any(any(entry.evidence) for entry, _ in other._runs.values()):
-            warn_user(f"records of the runs in {path} are not recognised in later runs: its digests have another key")
-        with self._locked() as file:
-            count = 0
-            for entry, _ in other._runs.values():
-                entry = entry if same_key else replace(entry, evidence=(Evidence(),) * len(entry.holders))
-                self._add_record(file, self._spelt(entry))
-                new = [one for one in lines.get(entry.run, ()) if chain_of(one) not in self._chains_of[entry.run]]
-                self._append(file, charged_lines(entry.run, new))
-                count += sum(len(charges_of(parsed(line))) for line in new)
-            for content in contents:
-                names = [self._name(name) for name in content.get("same", content.get("joined", ()))]
-                known = self._declared if "joined" in content else self._same
-                if names and names[1] not in known.get(names[0], {names[0]}):
-                    self._append(file, [{name: value for name, value in content.items() if name != "chain"}])
-        return count
-
-    def _add_record(self, file: FileIO, entry: RunRecord) -> None:
-        """Write a run down, or the clients and the evidence of it that the account lacks."""
-        known = self._runs.get(entry.run)
-        if known is not None:
-            before, evidence = known[0], dict(zip(entry.holders, entry.evidence, strict=True))
-            each = zip(before.holders, before.evidence, strict=True)
-            whole = replace(before, evidence=tuple(own or evidence.get(client, own) for client, own in each))
-            entry = _with_clients(whole, entry)
-        if known is None or entry != known[0]:
-            self._append(file, [*self._evidence_lines(entry), line_of(entry)])
 
     def reconcile(self, path: Path, size: int) -> tuple[int, list[bytes]]:
         """Add the lines of a run's ledger, whose first `size` bytes were verified, that the account lacks.
@@ -242,17 +156,6 @@ class PrivacyAccount(AccountFile):
         found = self._cumulative(groups, entry.run, planned, runs)
         return {client: found[place] for client, place in zip(entry.holders, place_of, strict=True)}
 
-    # -- the operator
-
-    def holders(self, run: str | None = None) -> list[Holder]:
-        """Return every data holder, or those of one run."""
-        with self._locked():
-            entries = [entry for entry, _ in self._runs.values() if run in (None, entry.run)]
-            names = [*(name for entry in entries for name in entry.holders.values()), *(() if run else self._limits)]
-            groups = list(dict.fromkeys(map(self._group, names)))
-            together = self._cumulative(groups, run)
-        return [Holder(tuple(sorted(group)), one) for group, one in zip(groups, together, strict=True)]
-
     def has_limits(self) -> bool:
         with self._locked():
             return bool(self._limits)
@@ -267,50 +170,6 @@ class PrivacyAccount(AccountFile):
             nameless = NAMELESS in record.holders.values()
             groups = [self._group(name) for name in (self._limits if nameless else record.holders.values())]
             return sorted({min(group) for group in groups if self._limits_of(group)})
-
-    def limit(self, holder: str, limit: Limit) -> None:
-        """Set the limit on all runs on the records of a holder."""
-        _check_name(holder)
-        with self._locked() as file:
-            self._append(file, [{"limit": holder, **vars(limit)}])
-            known = self._names()
-        if known and self._name(holder) not in known:
-            warn_user(f"no run of {holder} is in the account yet; its data holders are {', '.join(sorted(known))}")
-
-    def unlimit(self, holder: str) -> None:
-        """Remove the limit on a holder. Raises UserError if there is none."""
-        with self._locked() as file:
-            name, known = self._name(holder), ", ".join(sorted(self._limits)) or "no holder"
-            require(name in self._limits, "HOLDER", f"be one of {known}, on whom there is a limit", holder)
-            self._append(file, [{"unlimited": name}])
-
-    def join(self, one: str, other: str) -> None:
-        """Say that two names are of one holder."""
-        with self._locked() as file:
-            known = self._known() | {name for name, _ in self._refused}
-            must = f"be one of {', '.join(sorted(known)) or 'no holder'}"
-            for name in (one, other):
-                require(self._name(name) in known, "HOLDER", must, name)
-            self._append(file, [{"joined": [one, other]}])
-
-    def new(self, holder: str) -> None:
-        """Say that a name is of a holder whom the account does not know. What records show of it stays."""
-        _check_name(holder)
-        with self._locked() as file:
-            self._append(file, [{"new": holder}])
-            name = self._name(holder)
-            others = sorted(self._group(name) - self._declared.get(name, frozenset()) - {name})
-        if others:
-            warn_user(f"{name} has records of {_listed(others)}, so their accounts stay one")
-
-    def accept(self) -> int:
-        """Go on with an account that is older than the one that was seen last; return its number of lines.
-
-        Raises UserError if a line was changed: such a file is worth nothing.
-        """
-        with self._locked(accept=True):
-            self._remember()
-            return len(self._chains)
 
     # -- what is composed
 
@@ -441,7 +300,7 @@ class PrivacyAccount(AccountFile):
             return
         known = self._known()
         unknown = sorted({name for name in entry.holders.values() if known.isdisjoint(self._group(name))})
-        limited = _listed(sorted(self._limits))
+        limited = listed(sorted(self._limits))
         name, one = (shlex.quote(min(names, default="")) for names in (unknown, self._limits))
         file = self._in_commands()
         advice = (
@@ -449,7 +308,7 @@ class PrivacyAccount(AccountFile):
             f"name of their holder, `dpfl account join {name} {one}{file}`."
         )
         must = f"know all data holders of a run, because there is a limit on {limited}"
-        require(not unknown, "privacy.account", must, _listed(unknown), advice)
+        require(not unknown, "privacy.account", must, listed(unknown), advice)
 
     def _check(self, entry: RunRecord, charges: Mapping[tuple[int, Release], int]) -> None:
         """Raise UserError if the charges, or without them the plan of a run, would exceed a limit."""
@@ -530,11 +389,6 @@ class PrivacyAccount(AccountFile):
             self._same.update(same)
 
 
-def _check_name(holder: str) -> None:
-    must = "be a name: at most 100 characters, no path, markup or control character"
-    require(is_name(folded(holder)), "HOLDER", must, holder)
-
-
 def _named(group: Collection[str]) -> str:
     return " or ".join(sorted(group))
 
@@ -559,7 +413,7 @@ def _foldings(entry: RunRecord) -> list[tuple[str, str]]:
     return [(folded(name), name) for name in entry.holders.values()]
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"{', '.join(names[:_MOST_NAMES])}{more}"
 
@@ -577,20 +431,9 @@ def _joined_words(names: Sequence[str], other: str, found: Sequence[Match]) -> s
     agree = f"all {shared:,}" if shared == compared else f"{shared:,} of {compared:,}"
     chance = max(1e-99, *(one.chance for one in found))
     return (
-        f"{_listed(names)} {have} records of {other}: their accounts are one from now on; {agree} records agree that "
+        f"{listed(names)} {have} records of {other}: their accounts are one from now on; {agree} records agree that "
         f"were compared, by chance with a probability of at most {chance:.0e}"
     )
-
-
-def _with_clients(entry: RunRecord, other: RunRecord) -> RunRecord:
-    """Return an entry with the clients that only the other one has, too."""
-    new = [place for place, client in enumerate(other.holders) if client not in entry.holders]
-    joined: dict[str, Any] = {
-        name: (*getattr(entry, name), *(getattr(other, name)[place] for place in new))
-        for name in ("delta", "planned", "evidence", "rows", "filters")
-    }
-    named = list(other.holders.items())
-    return replace(entry, holders={**entry.holders, **dict(named[place] for place in new)}, **joined)
 
 
 @functools.lru_cache(maxsize=4096)
