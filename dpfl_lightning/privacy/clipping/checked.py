@@ -36,6 +36,7 @@ from dpfl_lightning.privacy.clipping.reference import (
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
 from dpfl_lightning.privacy.clipping.state import contents, large_tensors, tensors_restored
 from dpfl_lightning.privacy.clipping.structure import beside_records, code_of_users, leaves_vmap
+from dpfl_lightning.privacy.clipping.taps import TappedSum
 from dpfl_lightning.privacy.clipping.trial_records import (
     FEW_KINDS,
     KINDS,
@@ -52,9 +53,9 @@ from dpfl_lightning.runtime.threads import one_thread_an_operator
 _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
 _CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of a check: more take seconds
 _FEWEST_IN_A_CROWD = 24
-_MOST_BY_VMAP = 1 << 19  # parameters: of larger models the loop is as fast, and of these up to 8 times slower
+_MOST_BY_VMAP = 1 << 19  # parameters without a rule: of more the loop is as fast, and of these up to 8 times slower
 
-PassedSum = FastClippedSum | VmapClippedSum
+PassedSum = FastClippedSum | TappedSum | VmapClippedSum
 Kind = Callable[[nn.Module, SampleLoss, int], PassedSum]  # the last argument is the size of passes
 
 
@@ -103,7 +104,7 @@ class CheckedSum:
             except Exception as error:  # a user's code may raise anything, with the weights of a server or for a record
                 if isinstance(used, FastClippedSum):
                     raise
-                way = "under vmap" if isinstance(used, VmapClippedSum) else "for each record alone"
+                way = "for each record alone" if isinstance(used, LoopClippedSum) else "under vmap"
                 raise UserError(
                     f"`model` must run {way} with all weights that a server may send, got {type(error).__name__}: "
                     f"{_first_line(error)}. Nothing is released. Look for code that decides by weights."
@@ -226,6 +227,10 @@ def _by_vmap(padding: Batch, net: nn.Module, sample_loss: SampleLoss, size: int)
     return VmapClippedSum(sample_loss, size, padding, owners_of(net, sample_loss))
 
 
+def _by_taps(padding: Batch, net: nn.Module, sample_loss: SampleLoss, size: int) -> TappedSum:
+    return TappedSum(net, sample_loss, size, padding)
+
+
 def _kind_of(
     net: nn.Module, sample_loss: SampleLoss, trials: TrialRecords, passes: FixedPasses, users_code: str
 ) -> tuple[Kind | None, str]:
@@ -254,25 +259,29 @@ def _kind_of(
                 kind, cause = _by_rules_if_right(reference, passes, reads)
         if kind is not None:
             return kind, cause
-        by_vmap = sum(p.numel() for p in reference.example[0].values()) <= _MOST_BY_VMAP
-        try:
-            vmap = VmapClippedSum(reference.loss, KINDS // 2)
-            by_vmap = (
-                by_vmap
-                and not leaves_vmap(net, sample_loss)
-                and reference.wrong_parameter(_rows(vmap, *reference.example)) is None
-            )
-        except Exception:  # a user's forward pass may raise anything under `vmap`
-            by_vmap = False
-    if by_vmap:
-        return functools.partial(_by_vmap, passes.padding), f"vmap: {cause}"
-    return None, f"loop: {cause}"
+        by_vmap = _by_vmap_if_right(reference, passes)
+    return by_vmap, f"{'loop' if by_vmap is None else 'vmap'}: {cause}"
 
 
-def _rows(clipped_sum: FastClippedSum | VmapClippedSum, params: Params, x: Records, y: Tensor) -> Tensor:
-    """Return the gradients of all records, `[B, 1, P]`."""
-    each = ClipRequest(math.inf, 2, torch.arange(len(y), device=y.device), len(y))
-    return clipped_sum(params, x, y, each)[0][:, None]
+def _by_vmap_if_right(reference: Reference, passes: FixedPasses) -> Kind | None:
+    """Return the sum by `vmap`, with taps if the model lets them be, if it is right; otherwise None."""
+    params, x, y = reference.example
+    try:
+        if leaves_vmap(reference.net, reference.sample_loss):
+            return None
+        tapped = TappedSum(reference.net, reference.loss, len(y))
+        tapped.record_gradients(params, *take((x, y), [0]), 1)
+        if sum(params[name].numel() for name in tapped.direct) > _MOST_BY_VMAP:
+            return None
+        grads = tapped.record_gradients(params, x, y, len(y))
+        norms = {order: _norms(grads, order) for order in (2, 1)}
+        if reference.wrong_parameter(_in_turn(grads, params, len(y)), norms) is not None:
+            return None
+        if not _is_large(passes) and y.device.type == "cpu":
+            passes.most = min(passes.most, _CPU_NUMBERS // tapped.widest)
+    except Exception:  # a user's forward pass may raise anything under `vmap`
+        return None
+    return functools.partial(_by_taps if tapped.tapped else _by_vmap, passes.padding)
 
 
 def _by_rules_if_right(reference: Reference, passes: FixedPasses, reads: Sequence[Read]) -> tuple[Kind | None, str]:

@@ -124,7 +124,7 @@ class WatchedCalls(TorchFunctionMode):
                 _require_no_code(func, types, (*args, *kwargs.values()))
                 if func in _RECURRENT and isinstance(args[2], (list, tuple)):
                     args = _with_own_states(*args)
-            found = func(*args, **kwargs)
+            found = self.compute(func, args, kwargs)
         except Exception as error:
             self._failed = self._failed or f"{type(error).__name__}: {error}"
             raise
@@ -134,6 +134,10 @@ class WatchedCalls(TorchFunctionMode):
             if isinstance(one, Tensor) and self._is_new(one, (*args, *kwargs.values())):
                 self._made.append(weakref.ref(one))
         return found
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what a call returns."""
+        return func(*args, **kwargs)
 
     def forget(self) -> None:
         """Begin anew: the last pass may have ended with an error."""
@@ -234,7 +238,7 @@ class Watch:
     `owners` are the model and what else of a user takes part, such as a loss.
     """
 
-    def __init__(self, owners: Sequence[object], under_vmap: bool) -> None:
+    def __init__(self, owners: Sequence[object], under_vmap: bool, calls: WatchedCalls | None = None) -> None:
         self._owners = owners
         self._recurrent = [
             part
@@ -244,7 +248,7 @@ class Watch:
             if isinstance(part, nn.RNNBase)
         ]
         self._before: Kept | None = None
-        self.calls = WatchedCalls(under_vmap)
+        self.calls = calls or WatchedCalls(under_vmap)
 
     def begin(self) -> None:
         """Note what is kept before the first pass of a computation: between two, other code may change a model."""
