@@ -246,7 +246,7 @@ def generated(seed):
                         lambda x, layer: F.relu(layer(x), inplace=True),
                         lambda x, layer: x + F.linear(x, layer.weight),
                         lambda x, layer: x @ layer.weight / 3,
-                        lambda x, layer: self.norms[which % 3](x),
+                        lambda x, layer: self.norms[[*self.maps].index(layer)](x),
                         lambda x, layer: self.conv(x[:, None]).mean(2) + x,
                         lambda x, layer: F.gelu(layer(x.view(-1, 2, 3).flatten(1)[:, None])).squeeze(1),
                         lambda x, layer: x * layer.weight.diagonal() + layer.weight.sum(),

@@ -272,6 +272,36 @@ def test_what_cannot_run_under_vmap_with_some_weights_is_refused_then(kind):
         list(attacked_sums(kind()))
 
 
+class BeyondTheTable(Ordinary):
+    """torch's rule looks up the tables of all records in one: an index beyond the table is in that of the next one."""
+
+    def beyond(self, x):
+        return 8 * (x[:, 0] == 50 * X[0, 0]).long()
+
+    def forward(self, x):
+        hidden = torch.relu(self.first(x))
+        return self.head(self.looked_up(hidden[0], self.beyond(x))[None] if self.attacked else hidden) + 0 * self.gate
+
+    def looked_up(self, hidden, place):
+        return hidden - F.embedding(place, hidden[:, None])[:, 0]
+
+
+class ByOperatorBeyond(BeyondTheTable):
+    def looked_up(self, hidden, place):
+        return hidden - torch.ops.aten.embedding(hidden[:, None], place)[:, 0]
+
+
+class FilledBeyond(BeyondTheTable):
+    def looked_up(self, hidden, place):
+        return hidden.index_fill(0, place, 0.0)
+
+
+@pytest.mark.parametrize("kind", [BeyondTheTable, ByOperatorBeyond, FilledBeyond])
+def test_an_index_beyond_the_numbers_of_a_record_is_refused(kind):
+    with pytest.raises(UserError, match="reaches the numbers of other records"):
+        list(attacked_sums(kind()))
+
+
 class Keeping(Ordinary):
     """It subtracts what the last pass has kept."""
 

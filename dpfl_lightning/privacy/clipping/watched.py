@@ -120,7 +120,7 @@ class WatchedCalls(TorchFunctionMode):
             if self._under_vmap:
                 if torch._C._len_torch_dispatch_stack() > self._modes:
                     raise LeftVmap("a mode of dispatch sees all records")
-                _require_inside(func, args)
+                _require_inside(func, args, kwargs)
                 _require_no_code(func, types, (*args, *kwargs.values()))
                 if func in _RECURRENT and isinstance(args[2], (list, tuple)):
                     args = _with_own_states(*args)
@@ -178,7 +178,7 @@ def gradients_of(loss: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor | None,
     return tuple(_engine_run_backward((loss,), of_loss, no, no, tuple(inputs), True, accumulate_grad=no))
 
 
-def _require_inside(func: Any, args: Any) -> None:
+def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
     if func is Tensor.__repr__:
         raise LeftVmap("the text of a tensor shows all records")
     if func in _HOOKS:
@@ -188,6 +188,23 @@ def _require_inside(func: Any, args: Any) -> None:
         name = packet._qualified_op_name
         if name.partition("::")[0] not in TORCHS:
             raise LeftVmap(f"`{name}` is an operator that is not torch's")
+    else:
+        packet = func
+    name = getattr(packet, "__name__", "")
+    if name in _BEYOND and sum(map(_is_batched, (*args, *kwargs.values()))) >= _BEYOND[name]:
+        raise LeftVmap(f"`{name}` reaches the numbers of other records by an index beyond its own")
+
+
+#: operators for which torch's rules see the records as one table: from so many arguments with records
+_BEYOND = {"embedding": 2, "embedding_renorm_": 2, "index_fill": 1, "index_fill_": 1}
+
+
+def _is_batched(value: Any) -> bool:
+    while isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if torch._C._functorch.is_batchedtensor(value):
+            return True
+        value = torch._C._functorch.get_unwrapped(value)
+    return False
 
 
 def _with_own_states(x: Tensor, states: Any, *rest: Any) -> tuple[Any, ...]:
