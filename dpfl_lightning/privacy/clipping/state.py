@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import random
@@ -10,8 +11,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from io import IOBase
+from operator import attrgetter
 from types import (
     BuiltinMethodType,
     CellType,
@@ -22,13 +23,15 @@ from types import (
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.errors import require
+
+T = TypeVar("T")
 
 _MOST_LEVELS = 3
 _MOST_ENTRIES = 1 << 14  # of a collection of a user's file that is compared: longer ones are tables
@@ -121,13 +124,49 @@ def contents(net: nn.Module, shared: Iterable[Tensor] = ()) -> dict[str, object]
     bound to or closes over, and in the classes of users. Variables of Python modules do not count. Of tensors that the
     copies have `shared` the version counts.
     """
-    seen: dict[int, Any] = {id(one): one for one in shared}
+    seen = Walk({id(one): one for one in shared})
     return {
         f"{name}.{key}".lstrip("."): _content(value, seen)
         for name, part in net.named_modules()
         for key, value in {**_of_class(type(part), seen), **part._parameters, **part._buffers, **vars(part)}.items()
         if key not in ("_parameters", "_buffers", "_modules")
     }
+
+
+class Walk(dict[int, Any]):
+    """The objects that a walk through a model has seen, by id, and what it has read of them.
+
+    If all of it is as it was (`is_current`), another walk would find the same. That takes a fraction of a walk: objects
+    are compared by identity, and of numbers that change in place their content.
+    """
+
+    def __init__(self, seen: Mapping[int, Any] | None = None) -> None:
+        super().__init__(seen or {})
+        self._parts: dict[object, tuple[Callable[[], Iterable[object]], list[object], list[int]]] = {}
+        self.kept: list[object] = []  # so that no other object gets its id
+        self._numbers: dict[object, tuple[Callable[[], object], object]] = {}
+
+    def parts(self, key: object, read: Callable[[], Iterable[object]]) -> None:
+        """Note the objects that `read` returns, in this order."""
+        if key not in self._parts:
+            found = [*read()]
+            self._parts[key] = read, found, [*map(id, found)]  # kept, so that no other object gets its id
+
+    def number(self, key: object, read: Callable[[], T]) -> T:
+        """Return what `read` returns, which can be compared."""
+        if key not in self._numbers:
+            self._numbers[key] = read, read()
+        return self._numbers[key][1]  # type: ignore[return-value]
+
+    def is_current(self) -> bool:
+        """Return whether everything that was read is as it was."""
+        try:
+            for read, _, ids in self._parts.values():
+                if [*map(id, read())] != ids:
+                    return False
+            return all(read() == before for read, before in self._numbers.values())
+        except Exception:  # of a user's object; another walk says what is wrong
+            return False
 
 
 class Kept:
@@ -139,21 +178,33 @@ class Kept:
 
     def __init__(self, owners: Sequence[object]) -> None:
         self._owners = owners
-        self._before = self._now()
+        self._walk = Walk()
+        self._before = self._now(self._walk)
+
+    def again(self) -> Kept:
+        """Return what is kept now: this, if nothing has changed."""
+        return self if self._walk.is_current() else Kept(self._owners)
 
     def changed(self) -> list[str]:
         """Return the names of what is kept otherwise than at first."""
-        after = self._now()
+        if self._walk.is_current():
+            return []
+        after = self._now(Walk())
         return [name for name in {**self._before, **after} if not _alike(self._before.get(name), after.get(name))]
 
-    def _now(self) -> dict[str, object]:
+    def _now(self, seen: Walk) -> dict[str, object]:
         parts = [
             (name, part)
             for owner in self._owners
             for name, part in (owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)])
         ]
         modules = [part for _, part in parts if isinstance(part, nn.Module)]
-        seen: dict[int, Any] = {id(one): one for part in modules for one in (part, *_large(part))}
+        seen.update({id(one): one for part in modules for one in (part, *_large(part))})
+        for part in modules:
+            tables = [one for name, one in vars(part).items() if name in _OF_TORCH or name.endswith("_hooks")]
+            for table in tables:
+                seen.parts((id(table), "table"), functools.partial(_flat, table))
+            seen.parts((id(part), "attributes"), functools.partial(_attributes, part))
         found: dict[str, object] = {}
         for name, part in parts:
             if not isinstance(part, nn.Module):
@@ -196,63 +247,132 @@ def _alike(before: object, after: object) -> bool:
     )
 
 
-def _content(value: Any, seen: dict[int, Any]) -> object:
+def _flat(table: Mapping[Any, Any]) -> Iterable[object]:
+    return itertools.chain(table, table.values())
+
+
+def _attributes(part: nn.Module) -> list[object]:
+    """Return the names and attributes of a module, but for what a layer makes anew in each pass."""
+    attributes = vars(part)
+    names = [name for name in attributes if not name.startswith("_flat_weight")]
+    return [*names, *map(attributes.__getitem__, names)]
+
+
+def _content(value: Any, seen: Walk) -> object:
     """Return what can be compared of a value; None for an object in `seen`, by its id, which it joins."""
-    if isinstance(value, Tensor) and id(value) in seen:
-        return value._version
+    if value is None or type(value) in _TEXTUAL:
+        return repr(value)
     if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape), _bytes_of(value)
-    if state := next((of for kind, of in _STATES.items() if isinstance(value, kind)), None):
-        return _content(state(value), seen)
+        in_place = id(value) in seen
+        if not in_place:
+            seen.kept.append(value)
+        read = _version if in_place else _numbers
+        return seen.number((id(value), in_place), functools.partial(read, value))
+    state, held = _kind(type(value))
+    if state is not None:
+        seen.kept.append(value)
+        return seen.number(id(value), functools.partial(_content_of_state, state, value, Walk(seen)))
     if isinstance(value, np.ndarray) and value.dtype != object:
-        return value.dtype, value.shape, hash(value.tobytes())
-    if value is None or isinstance(value, str | bytes | bytearray | int | float | complex | type | ModuleType):
+        seen.kept.append(value)
+        return seen.number(id(value), lambda: (value.dtype, value.shape, hash(value.tobytes())))
+    if isinstance(value, bytearray):
+        seen.kept.append(value)
+        return seen.number(id(value), lambda: repr(value))
+    if isinstance(value, str | bytes | int | float | complex | type | ModuleType):
         return repr(value)
     if id(value) in seen:
         return None
     seen[id(value)] = value  # kept, so that no other object gets its id
     if isinstance(value, Mapping):
+        seen.parts(id(value), lambda: itertools.chain.from_iterable(_items(value)))
         return tuple((repr(key), _content(one, seen)) for key, one in _items(value))
     if isinstance(value, list | tuple | deque | np.ndarray):
+        if not isinstance(value, tuple):
+            seen.parts(id(value), lambda: value)
         return tuple(_content(one, seen) for one in value)
     if isinstance(value, set | frozenset):
+        seen.parts(id(value), lambda: sorted(value, key=id))
         return tuple(sorted(str(_content(one, seen)) for one in value))
     if (
         isinstance(value, Iterator)
         and not isinstance(value, IOBase)
         and type(value).__reduce__ is not object.__reduce__
     ):
-        return type(value), _content(value.__reduce__(), seen)
-    held = next((names for kind, names in _HELD.items() if isinstance(value, kind)), ("__dict__", *_slots(type(value))))
+        reduce = type(value).__reduce__
+        return seen.number(id(value), functools.partial(_content_of_state, reduce, value, Walk(seen)))
+    plain = type(value) in _HELD and len(held) > 1
+    read = attrgetter(*held) if plain else lambda value: [type(value), *(getattr(value, name, None) for name in held)]
+    seen.parts((id(value), "held"), functools.partial(read, value))
     parts = {name: _content(getattr(value, name, None), seen) for name in held}
     if isinstance(value, FunctionType):
         parts |= _referred(value, seen)
     return type(value), tuple(parts.items()), _content(_of_class(type(value), seen), seen)
 
 
-def _referred(function: FunctionType, seen: dict[int, Any]) -> dict[str, object]:
+_TEXTUAL = frozenset({str, bytes, int, bool, float, complex})
+
+
+def _version(tensor: Tensor) -> int:
+    return tensor._version
+
+
+def _numbers(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tuple(tensor.shape), _bytes_of(tensor)
+
+
+def _content_of_state(state: Callable[[Any], object], value: Any, seen: Walk) -> object:
+    return type(value), _content(state(value), Walk(seen))
+
+
+def _kind(kind: type) -> tuple[Callable[[Any], object] | None, tuple[str, ...]]:
+    """Return what gives the state of objects of a class, if there is such a function, and the attributes that hold it.
+
+    It is known by its id, because a class may say that it equals another.
+    """
+    if id(kind) not in _KINDS:
+        state = next((of for one, of in _STATES.items() if issubclass(kind, one)), None)
+        held = next((names for one, names in _HELD.items() if issubclass(kind, one)), ("__dict__", *_slots(kind)))
+        _KINDS[id(kind)] = kind, state, held
+    return _KINDS[id(kind)][1:]
+
+
+_KINDS: dict[int, tuple[type, Callable[[Any], object] | None, tuple[str, ...]]] = {}
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_of(code: CodeType) -> tuple[str, ...]:
+    return tuple(names_in(code))
+
+
+def _referred(function: FunctionType, seen: Walk) -> dict[str, object]:
     """Return the contents of what a user's function refers to in its own file: numbers, tensors, functions, classes."""
     if function.__module__.partition(".")[0] in _LIBRARIES:
         return {}
     found: dict[str, object] = {}
-    for name in names_in(function.__code__):
-        value = function.__globals__.get(name)
+    names, globals_ = _names_of(function.__code__), function.__globals__
+    seen.parts((id(function), "code"), lambda: (function.__code__, *map(globals_.get, names)))
+    for name in names:
+        value = globals_.get(name)
         if isinstance(value, ModuleType):
             if (state := _OF_MODULES.get(value.__name__)) is not None:
-                found[name] = state()
+                found[name] = seen.number(value.__name__, state)
         elif isinstance(value, FunctionType) and value.__module__ == function.__module__:
             found[name] = _content(value, seen)
         elif isinstance(value, type) and value.__module__ == function.__module__:
             found[name] = _content(_of_class(value, seen), seen)
         elif (info := getattr(value, "cache_info", None)) is not None:
-            found[name] = info().currsize, info().misses
-        elif isinstance(value, (Iterator, *_STATES)):
+            found[name] = seen.number((id(value), "cache"), lambda info=info: (info().currsize, info().misses))
+        elif isinstance(value, Iterator) or _kind(type(value))[0] is not None:
             found[name] = _content(value, seen)
         elif type(value).__module__ == function.__module__ and not isinstance(value, nn.Module):
-            found[name] = _numbers_in(getattr(value, "__dict__", None)), _numbers_in(value)  # it may be a collection
+            found[name] = seen.number((id(value), "object"), functools.partial(_numbers_of_object, value))
         elif not isinstance(value, FunctionType | type | nn.Module):
-            found[name] = _numbers_in(value)
+            found[name] = seen.number((id(value), "numbers"), functools.partial(_numbers_in, value))
     return found
+
+
+def _numbers_of_object(value: Any) -> object:
+    return _numbers_in(getattr(value, "__dict__", None)), _numbers_in(value)  # it may be a collection
 
 
 def _of_numpy() -> int:
@@ -320,7 +440,7 @@ _HELD: dict[type, tuple[str, ...]] = {
     CellType: ("cell_contents",),
     MethodType: ("__self__", "__func__"),
     BuiltinMethodType: ("__self__",),
-    partial: ("func", "args", "keywords", "__dict__"),
+    functools.partial: ("func", "args", "keywords", "__dict__"),
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
     property: ("fget", "fset"),
@@ -333,13 +453,19 @@ def _slots(kind: type) -> list[str]:
     return [name for names in listed for name in ([names] if isinstance(names, str) else names)]
 
 
-def _of_class(kind: type, seen: dict[int, Any]) -> dict[str, Any]:
+def _of_class(kind: type, seen: Walk) -> dict[str, Any]:
     """Attributes of a class and of its bases, unless they belong to Python or a library of this package."""
     if id(kind) in seen:
         return {}
     seen[id(kind)] = kind
     users = [one for one in reversed(kind.__mro__) if one.__module__.partition(".")[0] not in _LIBRARIES]
+    for one in users:
+        seen.parts((id(one), "class"), functools.partial(_of_one_class, one))
     return {name: value for one in users for name, value in vars(one).items() if not name.startswith("__")}
+
+
+def _of_one_class(kind: type) -> Iterable[object]:
+    return itertools.chain(kind.__bases__, _flat(vars(kind)))
 
 
 _LIBRARIES = {*sys.stdlib_module_names, "dpfl_lightning", "lightning", "numpy", "torch", "torchmetrics"} - {"__main__"}

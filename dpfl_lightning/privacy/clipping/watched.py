@@ -270,7 +270,7 @@ class Watch:
     def begin(self) -> None:
         """Note what is kept before the first pass of a computation: between two, other code may change a model."""
         self.calls.forget()
-        self._before = Kept(self._owners)
+        self._before = Kept(self._owners) if self._before is None else self._before.again()
 
     def enter(self, x: Inputs, y: Tensor) -> None:
         """Note the tensors that a pass gets."""
