@@ -131,17 +131,6 @@ class Unused(Small):
         return self.first(x)
 
 
-class ChangedInput(Small):
-    """A rule would read the changed input."""
-
-    def hidden(self, x):
-        table = self.first(x).detach()
-        places = x.argsort(dim=1)
-        with torch.no_grad():
-            found = F.embedding(places, table[0][:, None]).squeeze(-1)
-        return self.second(found)
-
-
 class Attending(nn.Module):
     def __init__(self, need_weights=False):
         super().__init__()
@@ -263,7 +252,7 @@ MODELS = {
         for kind in (Small, Tied, Twice, ByFunction, Transposed, Scaled, BySigns, InPlace, OnViews, WithoutGradient)
     },
     **{kind.__name__: (kind, numbers(6)) for kind in (Regularised, Nested, ForwardMode, NestedVmap, Functional)},
-    **{kind.__name__: (kind, numbers(6)) for kind in (Parametrized, WithPenalty, Unused, ChangedInput)},
+    **{kind.__name__: (kind, numbers(6)) for kind in (Parametrized, WithPenalty, Unused)},
     "attention": (Attending, numbers(4, 6)),
     "attention with weights": (lambda: Attending(True), numbers(4, 6)),
     "attention to others": (Crossing, numbers(4, 6)),

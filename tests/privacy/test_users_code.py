@@ -114,7 +114,12 @@ class ByUnwrapping(Ordinary):
         return hidden - unwrapped(hidden).mean(0)
 
 
-MIXING = [Branch, Where, Gate, ByUnwrapping]
+class Listing(Ordinary):
+    def changed(self, hidden):
+        return hidden - torch.tensor(hidden.detach().mean(0).tolist())
+
+
+MIXING = [Branch, Where, Gate, ByUnwrapping, Listing]
 
 
 def attacked_sums(net):
@@ -171,11 +176,6 @@ class WithGeneratedRule(torch.autograd.Function):
 class InBackward(Ordinary):
     def changed(self, hidden):
         return WithGeneratedRule.apply(hidden)
-
-
-class Listing(Ordinary):
-    def changed(self, hidden):
-        return hidden - torch.tensor(hidden.detach().mean(0).tolist())
 
 
 class Printing(Ordinary):
@@ -243,7 +243,7 @@ class WritingInAFunction(Ordinary):
         return Writing.apply(hidden)
 
 
-LEAVING = [ByFunction, InTensorHook, InBackward, Listing, Printing, Formatting, ByDistance, ByDistanceAndHook]
+LEAVING = [ByFunction, InTensorHook, InBackward, Printing, Formatting, ByDistance, ByDistanceAndHook]
 LEAVING += [BySubclass, WritingInAFunction]
 
 

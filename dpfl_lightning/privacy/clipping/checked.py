@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -36,7 +37,7 @@ from dpfl_lightning.privacy.clipping.reference import (
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
 from dpfl_lightning.privacy.clipping.state import contents, large_tensors, tensors_restored
 from dpfl_lightning.privacy.clipping.structure import beside_records, code_of_users, leaves_vmap
-from dpfl_lightning.privacy.clipping.taps import TappedSum
+from dpfl_lightning.privacy.clipping.taps import Script, TappedSum
 from dpfl_lightning.privacy.clipping.trial_records import (
     FEW_KINDS,
     KINDS,
@@ -53,6 +54,8 @@ from dpfl_lightning.runtime.threads import one_thread_an_operator
 _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
 _CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of a check: more take seconds
 _FEWEST_IN_A_CROWD = 24
+_COPIES = 32  # of a public record that show whether code decides by random numbers
+_MOST_SCRIPTS = 4  # ways through a model that records take together
 _MOST_BY_VMAP = 1 << 19  # parameters without a rule: of more the loop is as fast, and of these up to 8 times slower
 
 PassedSum = FastClippedSum | TappedSum | VmapClippedSum
@@ -201,6 +204,10 @@ def _refused_draws(clipped_sum: CheckedSum) -> str:
     try:
         with generators_kept(net), tensors_restored(net):
             used(moved_parameters(net), x, y, ClipRequest(1.0))
+            if isinstance(used, TappedSum) and any(used.scripts):
+                copies = take(used.public, [0] * _COPIES)
+                if used.decides_by_draws(moved_parameters(net), *copies):
+                    return "code decides by random numbers"
     except Exception as error:  # such as draws for what no record has a part in
         return _first_line(error)
     return ""
@@ -227,8 +234,10 @@ def _by_vmap(padding: Batch, net: nn.Module, sample_loss: SampleLoss, size: int)
     return VmapClippedSum(sample_loss, size, padding, owners_of(net, sample_loss))
 
 
-def _by_taps(padding: Batch, net: nn.Module, sample_loss: SampleLoss, size: int) -> TappedSum:
-    return TappedSum(net, sample_loss, size, padding)
+def _by_taps(
+    padding: Batch, scripts: Sequence[Script], public: Batch, net: nn.Module, sample_loss: SampleLoss, size: int
+) -> TappedSum:
+    return TappedSum(net, sample_loss, size, padding, scripts, public)
 
 
 def _kind_of(
@@ -264,24 +273,54 @@ def _kind_of(
 
 
 def _by_vmap_if_right(reference: Reference, passes: FixedPasses) -> Kind | None:
-    """Return the sum by `vmap`, with taps if the model lets them be, if it is right; otherwise None."""
-    params, x, y = reference.example
+    """Return the sum by `vmap`, with taps if the model lets them be, if it is right; otherwise None.
+
+    It is no way for a model that reads other numbers of most public records than those of a few others.
+    """
+    net, (params, x, y) = reference.net, reference.example
     try:
-        if leaves_vmap(reference.net, reference.sample_loss):
+        if leaves_vmap(net, reference.sample_loss):
             return None
-        tapped = TappedSum(reference.net, reference.loss, len(y))
-        tapped.record_gradients(params, *take((x, y), [0]), 1)
-        if sum(params[name].numel() for name in tapped.direct) > _MOST_BY_VMAP:
-            return None
-        grads = tapped.record_gradients(params, x, y, len(y))
-        norms = {order: _norms(grads, order) for order in (2, 1)}
-        if reference.wrong_parameter(_in_turn(grads, params, len(y)), norms) is not None:
+        scripts = _scripts(TappedSum(net, reference.loss, 1), params, x, y)[0]
+        tapped, alone = TappedSum(net, reference.loss, len(y), scripts=scripts), torch.ones(len(y), dtype=torch.bool)
+        for number in range(len(scripts)):
+            tapped.record_gradients(params, *take((x, y), [0]), 1, number)
+            if sum(params[name].numel() for name in tapped.direct) > _MOST_BY_VMAP:
+                return None
+            grads, differ = tapped.record_gradients(params, x, y, len(y), number)
+            norms = {order: _norms(grads, order) for order in (2, 1)}
+            if reference.without(differ).wrong_parameter(_in_turn(grads, params, len(y)), norms) is not None:
+                return None
+            alone &= differ
+        if 2 * alone.sum() > len(y):
             return None
         if not _is_large(passes) and y.device.type == "cpu":
+            one = take((x, y), [0])
             passes.most = min(passes.most, _CPU_NUMBERS // tapped.widest)
+            work = 3 * operations_of(lambda: reference.loss(params, *one))
+            passes.cost = min(PASS_COST, PASS_FLOPS / max(work, 1))
+        rows = [*range(1, 1 + (1 if _is_large(passes) and not scripts[0] else KINDS))]
+        own, public = moved_parameters(net), take(passes.examples, rows)
+        found, rows = _scripts(TappedSum(net, reference.sample_loss, 1), own, *public)
     except Exception:  # a user's forward pass may raise anything under `vmap`
         return None
-    return functools.partial(_by_taps if tapped.tapped else _by_vmap, passes.padding)
+    if not (tapped.tapped or any(found)):
+        return functools.partial(_by_vmap, passes.padding)
+    return functools.partial(_by_taps, passes.padding, found, take(public, rows))
+
+
+def _scripts(tapped: TappedSum, params: Params, x: Records, y: Tensor) -> tuple[list[Script], list[int]]:
+    """Return what code reads of public records, the most frequent first, and which records these are."""
+    scripts: dict[int, Script] = {}
+    for row in range(len(y)):
+        with suppress(Exception):  # of an unusual record; that of the first one is raised
+            scripts[row] = tapped.script_of(params, *take((x, y), [row]))
+            if not scripts[row]:
+                return [()], [row]
+    texts = {row: repr([(one.place, one.value) for one in script]) for row, script in scripts.items()}
+    first = {text: row for row, text in reversed(texts.items())}
+    rows = [first[text] for text, _ in Counter(texts.values()).most_common(_MOST_SCRIPTS)]
+    return [scripts[row] for row in rows], rows
 
 
 def _by_rules_if_right(reference: Reference, passes: FixedPasses, reads: Sequence[Read]) -> tuple[Kind | None, str]:

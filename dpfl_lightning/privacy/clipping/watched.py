@@ -191,7 +191,7 @@ def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
     else:
         packet = func
     name = getattr(packet, "__name__", "")
-    if name in _BEYOND and sum(map(_is_batched, (*args, *kwargs.values()))) >= _BEYOND[name]:
+    if name in _BEYOND and sum(map(is_batched, (*args, *kwargs.values()))) >= _BEYOND[name]:
         raise LeftVmap(f"`{name}` reaches the numbers of other records by an index beyond its own")
 
 
@@ -199,7 +199,7 @@ def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
 _BEYOND = {"embedding": 2, "embedding_renorm_": 2, "index_fill": 1, "index_fill_": 1}
 
 
-def _is_batched(value: Any) -> bool:
+def is_batched(value: Any) -> bool:
     while isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
         if torch._C._functorch.is_batchedtensor(value):
             return True
