@@ -247,6 +247,18 @@ LEAVING = [ByFunction, InTensorHook, InBackward, Printing, Formatting, ByDistanc
 LEAVING += [BySubclass, WritingInAFunction]
 
 
+class OverAllRecords(Ordinary):
+    """torch's rule asks all records at once."""
+
+    def changed(self, hidden):
+        return hidden * (3.0 if torch._is_all_true(hidden < 500) else -3.0)
+
+
+def test_what_torch_asks_of_all_records_at_once_is_asked_of_each():
+    all_of_them, others = attacked_sums(OverAllRecords())
+    assert (all_of_them - others).norm() <= 1.001
+
+
 class Unwatched(Ordinary):
     def changed(self, hidden):
         with torch.overrides._pop_mode_temporarily():

@@ -55,6 +55,7 @@ _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more d
 _CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of a check: more take seconds
 _FEWEST_IN_A_CROWD = 24
 _COPIES = 32  # of a public record that show whether code decides by random numbers
+_TURNS = 3  # of public records of all kinds that show what code reads
 _MOST_SCRIPTS = 4  # ways through a model that records take together
 _MOST_BY_VMAP = 1 << 19  # parameters without a rule: of more the loop is as fast, and of these up to 8 times slower
 
@@ -281,8 +282,8 @@ def _by_vmap_if_right(reference: Reference, passes: FixedPasses) -> Kind | None:
     try:
         if leaves_vmap(net, reference.sample_loss):
             return None
-        scripts = _scripts(TappedSum(net, reference.loss, 1), params, x, y)[0]
-        tapped, alone = TappedSum(net, reference.loss, len(y), scripts=scripts), torch.ones(len(y), dtype=torch.bool)
+        scripts, rows, _ = _scripts(TappedSum(net, reference.loss, 1), params, x, y)
+        tapped = TappedSum(net, reference.loss, len(y), None, scripts, take((x, y), rows))
         for number in range(len(scripts)):
             tapped.record_gradients(params, *take((x, y), [0]), 1, number)
             if sum(params[name].numel() for name in tapped.direct) > _MOST_BY_VMAP:
@@ -291,17 +292,16 @@ def _by_vmap_if_right(reference: Reference, passes: FixedPasses) -> Kind | None:
             norms = {order: _norms(grads, order) for order in (2, 1)}
             if reference.without(differ).wrong_parameter(_in_turn(grads, params, len(y)), norms) is not None:
                 return None
-            alone &= differ
-        if 2 * alone.sum() > len(y):
-            return None
         if not _is_large(passes) and y.device.type == "cpu":
             one = take((x, y), [0])
             passes.most = min(passes.most, _CPU_NUMBERS // tapped.widest)
             work = 3 * operations_of(lambda: reference.loss(params, *one))
             passes.cost = min(PASS_COST, PASS_FLOPS / max(work, 1))
-        rows = [*range(1, 1 + (1 if _is_large(passes) and not scripts[0] else KINDS))]
-        own, public = moved_parameters(net), take(passes.examples, rows)
-        found, rows = _scripts(TappedSum(net, reference.sample_loss, 1), own, *public)
+        public = take(passes.examples, [*range(1, 1 + KINDS * (1 if _is_large(passes) else _TURNS))])
+        found, rows, texts = _scripts(TappedSum(net, reference.sample_loss, 1), moved_parameters(net), *public)
+        random = [text for row, text in texts.items() if (row + 1) % KINDS < RANDOM_KINDS]
+        if 2 * sum(text in {texts[row] for row in rows} for text in random) < len(random):
+            return None
     except Exception:  # a user's forward pass may raise anything under `vmap`
         return None
     if not (tapped.tapped or any(found)):
@@ -309,18 +309,20 @@ def _by_vmap_if_right(reference: Reference, passes: FixedPasses) -> Kind | None:
     return functools.partial(_by_taps, passes.padding, found, take(public, rows))
 
 
-def _scripts(tapped: TappedSum, params: Params, x: Records, y: Tensor) -> tuple[list[Script], list[int]]:
-    """Return what code reads of public records, the most frequent first, and which records these are."""
+def _scripts(
+    tapped: TappedSum, params: Params, x: Records, y: Tensor
+) -> tuple[list[Script], list[int], dict[int, str]]:
+    """Return the most frequent scripts of public records, records that have them, and those of all records in words."""
     scripts: dict[int, Script] = {}
     for row in range(len(y)):
-        with suppress(Exception):  # of an unusual record; that of the first one is raised
+        with nullcontext() if row == 0 else suppress(Exception):  # for an unusual record code may raise anything
             scripts[row] = tapped.script_of(params, *take((x, y), [row]))
-            if not scripts[row]:
-                return [()], [row]
+            if not scripts[row]:  # all records are alike
+                return [()], [row], {}
     texts = {row: repr([(one.place, one.value) for one in script]) for row, script in scripts.items()}
     first = {text: row for row, text in reversed(texts.items())}
     rows = [first[text] for text, _ in Counter(texts.values()).most_common(_MOST_SCRIPTS)]
-    return [scripts[row] for row in rows], rows
+    return [scripts[row] for row in rows], rows, texts
 
 
 def _by_rules_if_right(reference: Reference, passes: FixedPasses, reads: Sequence[Read]) -> tuple[Kind | None, str]:

@@ -131,9 +131,8 @@ class TappedCalls(WatchedCalls):
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in READS and any(is_batched(one) for one in tree_leaves((args, kwargs))):
             return self._number(func, args, kwargs)
-        if func is F.one_hot and is_batched(args[0]) and args[1:2] in ((), (-1,)) and kwargs.get("num_classes", -1) < 0:
-            kwargs = {"num_classes": self._number(Tensor.item, (args[0].max(),), {}) + 1}
-            return super().compute(func, args[:1], kwargs)
+        if func is F.one_hot and is_batched(args[0]):
+            return self._one_hot(*args, **kwargs)
         if func in _OPERATORS and self.tapping:
             named = {**dict(zip(argument_names(func), args, strict=False)), **kwargs}
             own = {argument: self._names[id(one)] for argument, one in named.items() if id(one) in self._names}
@@ -176,6 +175,13 @@ class TappedCalls(WatchedCalls):
         else:
             self.reads.append(self.script[len(self._read) - 1])
         return self.reads[-1].value
+
+    def _one_hot(self, ids: Tensor, num_classes: int = -1) -> Tensor:
+        """Do what `F.one_hot` does, which reads the largest of its numbers."""
+        classes = num_classes if num_classes > 0 else self._number(Tensor.item, (ids.max(),), {}) + 1
+        if not self._number(Tensor.__bool__, (((ids >= 0) & (ids < classes)).all(),), {}):
+            raise RuntimeError(f"Class values must be from 0 to {classes - 1}.")
+        return (ids[..., None] == torch.arange(classes, device=ids.device)).long()
 
     def differ(self) -> Tensor:
         """Return which records `[B]` have given others than the public numbers, so far."""
@@ -375,11 +381,12 @@ class TappedSum:
                 with calls:  # until the backward pass is over, too
                     losses = self._sample_loss(leaves, one_x, one_y)
                     require_one_loss(losses)
-                    found = gradients_of(losses[0], [*(leaves[name] for name in wanted), *calls.edges])
+                    asked = [*(leaves[name] for name in wanted), *calls.edges]
+                    found = () if calls.script is None else gradients_of(losses[0], asked)
                 bare = [None if one is None else calls.bare(one) for one in found]
                 direct.update({name: dy for name, dy in zip(wanted, bare, strict=False) if dy is not None})
                 dys = bare[len(wanted) :]
-                taps.extend((tap, dy) for tap, dy in zip(calls.taps, dys, strict=True) if dy is not None)
+                taps.extend((tap, dy) for tap, dy in zip(calls.taps, dys, strict=False) if dy is not None)
                 calls.end_pass()
             return y.new_zeros(())
 

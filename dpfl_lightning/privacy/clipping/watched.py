@@ -118,6 +118,7 @@ class WatchedCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         try:
             if self._under_vmap:
+                func = _OF_EACH.get(func, func)
                 if torch._C._len_torch_dispatch_stack() > self._modes:
                     raise LeftVmap("a mode of dispatch sees all records")
                 _require_inside(func, args, kwargs)
@@ -133,7 +134,16 @@ class WatchedCalls(TorchFunctionMode):
         for one in (found,) if isinstance(found, Tensor) else found if isinstance(found, tuple | list) else ():
             if isinstance(one, Tensor) and self._is_new(one, (*args, *kwargs.values())):
                 self._made.append(weakref.ref(one))
+            if self._under_vmap and isinstance(one, Tensor) and not is_batched(one):
+                self._require_of_none(func, (*args, *kwargs.values()))
         return found
+
+    def _require_of_none(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Raise LeftVmap if a result that is no record's is computed of records, perhaps of all at once."""
+        name = getattr(func, "__name__", "")
+        if name not in _OF_SHAPES and any(map(is_batched, args)):
+            self._failed = f"`{name}` computes one number of all records"
+            raise LeftVmap(self._failed)
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what a call returns."""
@@ -195,6 +205,11 @@ def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
         raise LeftVmap(f"`{name}` reaches the numbers of other records by an index beyond its own")
 
 
+#: functions by which torch asks all records at once, and those that ask each
+_OF_EACH = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}
+_OF_EACH |= {Tensor._is_all_true: torch.all, Tensor._is_any_true: torch.any}
+#: functions of shapes and dtypes alone
+_OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full"})
 #: operators for which torch's rules see the records as one table: from so many arguments with records
 _BEYOND = {"embedding": 2, "embedding_renorm_": 2, "index_fill": 1, "index_fill_": 1}
 
