@@ -16,6 +16,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -133,6 +134,9 @@ class TappedCalls(WatchedCalls):
             return self._number(func, args, kwargs)
         if func is F.one_hot and is_batched(args[0]):
             return self._one_hot(*args, **kwargs)
+        if func is F.multi_head_attention_forward:  # its calls are seen, too
+            with self:
+                return _attention(*args, **kwargs)
         if func in _OPERATORS and self.tapping:
             named = {**dict(zip(argument_names(func), args, strict=False)), **kwargs}
             own = {argument: self._names[id(one)] for argument, one in named.items() if id(one) in self._names}
@@ -442,6 +446,16 @@ def _different(of_each: Tensor, numbers: Tensor) -> Tensor:
     rows, one = (part.reshape(len(part), -1).contiguous().view(torch.uint8) for part in (of_each, numbers[None]))
     return (rows != one).any(dim=1)
 
+
+def _seen_within(function: Any) -> Callable[..., Any]:
+    """Return a function of torch in Python that does not hand itself over to a mode, which then sees its calls."""
+    names = {**function.__globals__, "has_torch_function": lambda *_: False}
+    found = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    found.__kwdefaults__ = function.__kwdefaults__
+    return found
+
+
+_attention = _seen_within(F.multi_head_attention_forward)
 
 #: what differentiates within a pass
 _DIFFERENTIATING = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward, torch._make_dual})

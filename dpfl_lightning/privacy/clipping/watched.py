@@ -201,7 +201,8 @@ def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
     else:
         packet = func
     name = getattr(packet, "__name__", "")
-    if name in _BEYOND and sum(map(is_batched, (*args, *kwargs.values()))) >= _BEYOND[name]:
+    given = [*args, *kwargs.values()]
+    if (name in _TABLES and sum(map(is_batched, given)) > 1) or (name in _FILLS and any(map(is_batched, given[1:]))):
         raise LeftVmap(f"`{name}` reaches the numbers of other records by an index beyond its own")
 
 
@@ -210,8 +211,9 @@ _OF_EACH = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}
 _OF_EACH |= {Tensor._is_all_true: torch.all, Tensor._is_any_true: torch.any}
 #: functions of shapes and dtypes alone
 _OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full"})
-#: operators for which torch's rules see the records as one table: from so many arguments with records
-_BEYOND = {"embedding": 2, "embedding_renorm_": 2, "index_fill": 1, "index_fill_": 1}
+#: operators for which torch's rules see the records as one table, if places in it are those of records, too
+_TABLES = frozenset({"embedding", "embedding_renorm_"})
+_FILLS = frozenset({"index_fill", "index_fill_"})
 
 
 def is_batched(value: Any) -> bool:
