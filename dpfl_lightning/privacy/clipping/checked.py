@@ -86,15 +86,21 @@ class CheckedSum:
         """Return what computes the sums of batches of so many records; the first call checks the size of passes."""
         if self.kind is None:
             return self._loop
-        if expected not in self._sizes:
-            evidence = functools.partial(self._evidence, moved_parameters(self.net))
-            self._sizes[expected] = self.passes.size(self.kind, evidence, expected)
-        size = self._sizes[expected]
+        size = self._size(expected)
         if size == 1:
             return self._loop
         if size not in self._checked:
-            self._checked[size] = self.kind(self.net, self._sample_loss, size)
+            used = self._checked[size] = self.kind(self.net, self._sample_loss, size)
+            if isinstance(used, TappedSum) and len(used.scripts) > 1:
+                used.size_of_few = self._size(1.0)
         return self._checked[size]
+
+    def _size(self, expected: float | None) -> int:
+        assert self.kind is not None
+        if expected not in self._sizes:
+            evidence = functools.partial(self._evidence, moved_parameters(self.net))
+            self._sizes[expected] = self.passes.size(self.kind, evidence, expected)
+        return self._sizes[expected]
 
     def __call__(self, params: Params, x: Records, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         with one_thread_an_operator():

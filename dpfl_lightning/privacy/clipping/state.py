@@ -19,6 +19,7 @@ from types import (
     CodeType,
     FunctionType,
     GeneratorType,
+    MappingProxyType,
     MethodType,
     ModuleType,
     SimpleNamespace,
@@ -142,15 +143,27 @@ class Walk(dict[int, Any]):
 
     def __init__(self, seen: Mapping[int, Any] | None = None) -> None:
         super().__init__(seen or {})
-        self._parts: dict[object, tuple[Callable[[], Iterable[object]], list[object], list[int]]] = {}
         self.kept: list[object] = []  # so that no other object gets its id
+        self._tables: dict[int, dict[Any, Any]] = {}
+        self._spaces: dict[int, MappingProxyType[str, Any]] = {}  # of classes
+        self._functions: dict[int, FunctionType] = {}
+        self._names: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}  # of variables of files
+        self._parts: dict[object, Callable[[], Iterable[object]]] = {}
         self._numbers: dict[object, tuple[Callable[[], object], object]] = {}
 
+    def table(self, table: dict[Any, Any]) -> None:
+        self._tables[id(table)] = table
+
+    def space(self, kind: type) -> None:
+        self._spaces[id(kind)] = vars(kind)
+
+    def function(self, function: FunctionType, names: Iterable[str]) -> None:
+        self._functions[id(function)] = function
+        self._names.setdefault(id(function.__globals__), (function.__globals__, {}))[1].update(dict.fromkeys(names))
+
     def parts(self, key: object, read: Callable[[], Iterable[object]]) -> None:
-        """Note the objects that `read` returns, in this order."""
-        if key not in self._parts:
-            found = [*read()]
-            self._parts[key] = read, found, [*map(id, found)]  # kept, so that no other object gets its id
+        """Note what returns the parts of an object, always in the same order."""
+        self._parts.setdefault(key, read)
 
     def number(self, key: object, read: Callable[[], T]) -> T:
         """Return what `read` returns, which can be compared."""
@@ -158,15 +171,42 @@ class Walk(dict[int, Any]):
             self._numbers[key] = read, read()
         return self._numbers[key][1]  # type: ignore[return-value]
 
+    def close(self) -> Walk:
+        """Note all objects at the end of a walk."""
+        self._objects = [[*found] for found in self._now()]
+        self._ids = [[*map(id, found)] for found in self._objects]
+        return self
+
+    def _now(self) -> Iterator[Iterable[object]]:
+        chained = itertools.chain.from_iterable
+        tables, spaces, names = self._tables.values(), self._spaces.values(), self._names.values()
+        yield self._sizes(tables, spaces)
+        yield chained(map(dict.keys, tables))
+        yield chained(map(dict.values, tables))
+        yield chained(spaces)
+        yield chained(map(MappingProxyType.values, spaces))
+        yield chained(map(_OF_FUNCTIONS, self._functions.values()))
+        yield chained(map(variables.get, those) for variables, those in names)
+        for read in self._parts.values():
+            yield read()
+
+    @staticmethod
+    def _sizes(tables: Iterable[dict[Any, Any]], spaces: Iterable[Any]) -> Iterable[object]:
+        """Return the numbers of entries, as objects of which there is one for each number."""
+        return map(_NUMBERS.setdefault, sizes := [*map(dict.__len__, tables), *map(len, spaces)], sizes)
+
     def is_current(self) -> bool:
         """Return whether everything that was read is as it was."""
         try:
-            for read, _, ids in self._parts.values():
-                if [*map(id, read())] != ids:
-                    return False
-            return all(read() == before for read, before in self._numbers.values())
+            return all([*map(id, found)] == ids for found, ids in zip(self._now(), self._ids, strict=True)) and all(
+                read() == before for read, before in self._numbers.values()
+            )
         except Exception:  # of a user's object; another walk says what is wrong
             return False
+
+
+_OF_FUNCTIONS = attrgetter("__code__", "__closure__", "__defaults__", "__kwdefaults__", "__dict__")
+_NUMBERS: dict[int, int] = {}
 
 
 class Kept:
@@ -180,6 +220,7 @@ class Kept:
         self._owners = owners
         self._walk = Walk()
         self._before = self._now(self._walk)
+        self._walk.close()
 
     def again(self) -> Kept:
         """Return what is kept now: this, if nothing has changed."""
@@ -201,10 +242,13 @@ class Kept:
         modules = [part for _, part in parts if isinstance(part, nn.Module)]
         seen.update({id(one): one for part in modules for one in (part, *_large(part))})
         for part in modules:
-            tables = [one for name, one in vars(part).items() if name in _OF_TORCH or name.endswith("_hooks")]
-            for table in tables:
-                seen.parts((id(table), "table"), functools.partial(_flat, table))
-            seen.parts((id(part), "attributes"), functools.partial(_attributes, part))
+            for name, one in vars(part).items():
+                if isinstance(one, dict) and (name in _OF_TORCH or name.endswith("_hooks")):
+                    seen.table(one)
+            if any(name.startswith("_flat_weight") for name in vars(part)):
+                seen.parts((id(part), "attributes"), functools.partial(_attributes, part))
+            else:
+                seen.table(vars(part))
         found: dict[str, object] = {}
         for name, part in parts:
             if not isinstance(part, nn.Module):
@@ -247,10 +291,6 @@ def _alike(before: object, after: object) -> bool:
     )
 
 
-def _flat(table: Mapping[Any, Any]) -> Iterable[object]:
-    return itertools.chain(table, table.values())
-
-
 def _attributes(part: nn.Module) -> list[object]:
     """Return the names and attributes of a module, but for what a layer makes anew in each pass."""
     attributes = vars(part)
@@ -284,7 +324,10 @@ def _content(value: Any, seen: Walk) -> object:
         return None
     seen[id(value)] = value  # kept, so that no other object gets its id
     if isinstance(value, Mapping):
-        seen.parts(id(value), lambda: itertools.chain.from_iterable(_items(value)))
+        if isinstance(value, dict):
+            seen.table(value)
+        else:
+            seen.parts(id(value), lambda: itertools.chain.from_iterable(_items(value)))
         return tuple((repr(key), _content(one, seen)) for key, one in _items(value))
     if isinstance(value, list | tuple | deque | np.ndarray):
         if not isinstance(value, tuple):
@@ -300,9 +343,10 @@ def _content(value: Any, seen: Walk) -> object:
     ):
         reduce = type(value).__reduce__
         return seen.number(id(value), functools.partial(_content_of_state, reduce, value, Walk(seen)))
-    plain = type(value) in _HELD and len(held) > 1
-    read = attrgetter(*held) if plain else lambda value: [type(value), *(getattr(value, name, None) for name in held)]
-    seen.parts((id(value), "held"), functools.partial(read, value))
+    if isinstance(value, FunctionType):
+        seen.function(value, ())
+    else:
+        seen.parts((id(value), "held"), lambda: [type(value), *(getattr(value, name, None) for name in held)])
     parts = {name: _content(getattr(value, name, None), seen) for name in held}
     if isinstance(value, FunctionType):
         parts |= _referred(value, seen)
@@ -350,7 +394,7 @@ def _referred(function: FunctionType, seen: Walk) -> dict[str, object]:
         return {}
     found: dict[str, object] = {}
     names, globals_ = _names_of(function.__code__), function.__globals__
-    seen.parts((id(function), "code"), lambda: (function.__code__, *map(globals_.get, names)))
+    seen.function(function, names)
     for name in names:
         value = globals_.get(name)
         if isinstance(value, ModuleType):
@@ -460,12 +504,8 @@ def _of_class(kind: type, seen: Walk) -> dict[str, Any]:
     seen[id(kind)] = kind
     users = [one for one in reversed(kind.__mro__) if one.__module__.partition(".")[0] not in _LIBRARIES]
     for one in users:
-        seen.parts((id(one), "class"), functools.partial(_of_one_class, one))
+        seen.space(one)
     return {name: value for one in users for name, value in vars(one).items() if not name.startswith("__")}
-
-
-def _of_one_class(kind: type) -> Iterable[object]:
-    return itertools.chain(kind.__bases__, _flat(vars(kind)))
 
 
 _LIBRARIES = {*sys.stdlib_module_names, "dpfl_lightning", "lightning", "numpy", "torch", "torchmetrics"} - {"__main__"}

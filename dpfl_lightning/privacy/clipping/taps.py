@@ -224,6 +224,7 @@ class TappedSum:
         require(size >= 1, "size", "be at least 1 record", size)
         self.size, self.padding, self._sample_loss = size, padding, sample_loss
         self.scripts, self.public = tuple(scripts) or ((),), public or padding
+        self.size_of_few = size  # of passes of the records that differ from the first script
         self._calls, self._loop = TappedCalls(), LoopClippedSum(net, sample_loss)
         self._watch = Watch(owners_of(net, sample_loss), under_vmap=True, calls=self._calls)
         self.direct: set[str] = set()  # parameters that were differentiated directly
@@ -245,15 +246,15 @@ class TappedSum:
         wanted, left = request.chosen(params), torch.arange(len(y))
         totals, norms = Totals(wanted, request.zeros(wanted)), y.new_empty(len(y), dtype=summing_dtype(_first(wanted)))
         self._watch.begin()
-        for number, script in enumerate(scripts):
-            batch = (x, y) if number == 0 else take((x, y), left)
+        for number, script in enumerate(scripts[: None if self.size_of_few > 1 else 1]):
+            batch, size = ((x, y), self.size) if number == 0 else (take((x, y), left), self.size_of_few)
             others = [left[:0]]
-            for rows, some_x, some_y in passes(*batch, self.size, self.padding):
+            for rows, some_x, some_y in passes(*batch, size, self.padding):
                 places, count = left[rows], rows.stop - rows.start
                 filled = count if y.device.type == "cpu" else len(some_y)  # a GPU adds by the number of rows
                 by_name, differ = self._gradients(params, wanted, some_x, some_y, filled, script, number)
                 grads = ChunkGradients(by_name, request.order)
-                require_proved(len(y), self.size, grads.terms)
+                require_proved(len(y), size, grads.terms)
                 of_pass = grads.norms()
                 norms[places] = of_pass[:count].to(norms.dtype)
                 factors = clip_factors(of_pass, request.clip_norm)
@@ -317,7 +318,9 @@ class TappedSum:
         return [norms, *found]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> TappedSum:
-        return TappedSum(net, sample_loss, self.size, self.padding, self.scripts, self.public)
+        copied = TappedSum(net, sample_loss, self.size, self.padding, self.scripts, self.public)
+        copied.size_of_few = self.size_of_few
+        return copied
 
     def enter(self, x: Inputs) -> Inputs:
         return x
