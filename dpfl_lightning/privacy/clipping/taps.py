@@ -15,6 +15,7 @@ import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
@@ -196,8 +197,7 @@ class TappedCalls(WatchedCalls):
 
     def end_pass(self) -> None:
         """Forget the tensors of a pass."""
-        self.taps, self.edges, self._names = [], [], {}
-        del self._anchor
+        self.taps, self.edges, self._names, self._anchor = [], [], {}, None
 
 
 class TappedSum:
@@ -234,11 +234,10 @@ class TappedSum:
     @torch.no_grad()
     def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         params = {name: p.detach() for name, p in params.items()}
-        try:
+        with suppress(OtherReads):  # with these weights
             return self._clipped(params, x, y, request, self.scripts)
-        except OtherReads:  # with these weights
-            self._watch.begin()
-            return self._clipped(params, x, y, request, self.scripts_of(params, self._public(x, y)))
+        self._require_nothing_kept()
+        return self._clipped(params, x, y, request, self.scripts_of(params, self._public(x, y)))
 
     def _clipped(
         self, params: Params, x: Inputs, y: Tensor, request: ClipRequest, scripts: Sequence[Script]
@@ -325,6 +324,12 @@ class TappedSum:
     def enter(self, x: Inputs) -> Inputs:
         return x
 
+    def _require_nothing_kept(self) -> None:
+        """Raise UserError if something stays of a pass that has ended with an error."""
+        self._calls.end_pass()
+        self._watch.check()
+        self._calls.forget()
+
     def _public(self, x: Inputs, y: Tensor) -> Batch:
         return self.public or take((x, y), [0])  # of the batch in tests alone
 
@@ -335,19 +340,20 @@ class TappedSum:
 
         Records that differ take no part if the pass cannot be computed with them, as if each were the public one.
         """
-        outside, self._calls.script = torch.zeros(len(y), dtype=torch.bool), script
-        while True:
+        outside, found = torch.zeros(len(y), dtype=torch.bool), None
+        while found is None:
+            self._calls.script = script
             try:
                 found = self._of_a_pass(params, wanted, x, y)
-                break
             except OtherReads:
                 raise
             except Exception:  # perhaps of code for records that it would not get
                 more = self._calls.differ() & ~outside
                 if not more.any():
                     raise
+            if found is None:  # the error with its tensors is gone
+                self._require_nothing_kept()
                 outside |= more
-                self._calls.forget()
                 x, y = tree_map(lambda part: part.clone(), (x, y))
                 public = take(self._public(x, y), [number])
                 for part, one in zip(tree_leaves((x, y)), tree_leaves(public), strict=True):
