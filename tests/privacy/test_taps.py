@@ -170,6 +170,23 @@ class Words(nn.Module):
         return F.linear(self.rms(hidden).mean(1), self.words.weight)
 
 
+class Recurrent(nn.Module):
+    """The last output, and the states, of a recurrent layer of which a weight is used elsewhere, too."""
+
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.layer, self.first = kind(6, 4, **options), nn.Linear(6, 6)
+        self.wide = 8 if options.get("bidirectional") else 4
+        self.head = nn.Linear(self.wide + 4, 3)
+
+    def forward(self, x):
+        hidden = self.first(x) if self.layer.batch_first else self.first(x).transpose(0, 1)
+        out, states = self.layer(hidden)
+        last = (states[0] * states[1].cos() if isinstance(states, tuple) else states).sum(0)
+        out = out[:, -1] if self.layer.batch_first else out[-1]
+        return self.head(torch.cat([out, last], 1)) + self.layer.weight_hh_l0.square().mean()
+
+
 class Images(nn.Module):
     def __init__(self, **options):
         super().__init__()
@@ -259,6 +276,11 @@ MODELS = {
     "encoder": (Encoding, numbers(4, 6)),
     "words": (Words, torch.randint(9, (RECORDS, 5), generator=torch.Generator().manual_seed(2))),
     "images": (Images, numbers(2, 8, 8)),
+    "an LSTM": (lambda: Recurrent(nn.LSTM, batch_first=True), numbers(5, 6)),
+    "LSTMs": (lambda: Recurrent(nn.LSTM, num_layers=2, bidirectional=True, bias=False), numbers(5, 6)),
+    "GRUs": (lambda: Recurrent(nn.GRU, num_layers=2, batch_first=True, bidirectional=True), numbers(5, 6)),
+    "an RNN": (lambda: Recurrent(nn.RNN, batch_first=True), numbers(5, 6)),
+    "an RNN with ReLU": (lambda: Recurrent(nn.RNN, nonlinearity="relu"), numbers(5, 6)),
     "images with reflections": (lambda: Images(padding_mode="reflect", dilation=2, bias=False), numbers(2, 8, 8)),
     "series": (Series, numbers(2, 9)),
     "volumes": (Volumes, numbers(1, 4, 4, 4)),

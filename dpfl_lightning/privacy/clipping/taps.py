@@ -38,7 +38,7 @@ from dpfl_lightning.errors import require
 from dpfl_lightning.privacy.clipping.float64_sums import summing_dtype
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
-from dpfl_lightning.privacy.clipping.layer_rules import ByName, Dense, Grads, conv1d_rule, conv2d_rule
+from dpfl_lightning.privacy.clipping.layer_rules import ByName, Dense, Grads, Outer, conv1d_rule, conv2d_rule
 from dpfl_lightning.privacy.clipping.operator_rules import argument_names, operator_gradients
 from dpfl_lightning.privacy.clipping.parameter_uses import added
 from dpfl_lightning.privacy.clipping.passes import Batch, checksums, passes
@@ -135,6 +135,8 @@ class TappedCalls(WatchedCalls):
             return self._number(func, args, kwargs)
         if func is F.one_hot and is_batched(args[0]):
             return self._one_hot(*args, **kwargs)
+        if func in _STEPS and isinstance(args[2], list | tuple):  # no packed sequence
+            return self._recurrent(_STEPS[func], *args, **kwargs)
         if func is F.multi_head_attention_forward:  # its calls are seen, too
             with self:
                 return _attention(*args, **kwargs)
@@ -187,6 +189,45 @@ class TappedCalls(WatchedCalls):
         if not self._number(Tensor.__bool__, (((ids >= 0) & (ids < classes)).all(),), {}):
             raise RuntimeError(f"Class values must be from 0 to {classes - 1}.")
         return (ids[..., None] == torch.arange(classes, device=ids.device)).long()
+
+    def _recurrent(
+        self,
+        step: Callable[..., tuple[Tensor, ...]],
+        x: Tensor,
+        states: Any,
+        weights: Sequence[Tensor],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[Tensor, ...]:
+        """Do what torch's recurrent layers do, whose kernels have no rules for `vmap`, step by step: x is `[1, T, I]`.
+
+        The maps of inputs and of hidden states are operators with a rule.
+        """
+        each, last = 4 if has_biases else 2, list[tuple[Tensor, ...]]()
+        if len(weights) != each * num_layers * (1 + bidirectional):
+            raise LeftVmap("a recurrent layer has a projection")
+        x = x if batch_first else x.transpose(0, 1)
+        given = states if isinstance(states, list | tuple) else [states]
+        for depth in range(num_layers):
+            x, outputs = F.dropout(x, dropout, train) if depth and dropout else x, []
+            for backwards in range(1 + bidirectional):
+                number = len(last)
+                w_in, w_hidden, *biases = weights[each * number : each * (number + 1)]
+                b_in, b_hidden = biases or (None, None)
+                state, steps = tuple(one[number] for one in given), []
+                inputs = self.compute(F.linear, (x.flip(1) if backwards else x, w_in, b_in), {})
+                for part in inputs.unbind(1):
+                    state = step(part, self.compute(F.linear, (state[0], w_hidden, b_hidden), {}), *state)
+                    steps.append(state[0])
+                output = torch.stack(steps[::-1] if backwards else steps, dim=1)
+                outputs.append(output)
+                last.append(state)
+            x = torch.cat(outputs, dim=2)
+        return x if batch_first else x.transpose(0, 1), *(torch.stack(parts) for parts in zip(*last, strict=True))
 
     def differ(self) -> Tensor:
         """Return which records `[B]` have given others than the public numbers, so far."""
@@ -418,7 +459,16 @@ class TappedSum:
         self.direct.update(direct)
         for name, grads in direct.items():
             found[name].append(Dense(grads.reshape(len(grads), -1)))
-        return {name: functools.reduce(added, found[name]) for name in wanted if name in found}
+        return {name: functools.reduce(added, _of_steps(found[name])) for name in wanted if name in found}
+
+
+def _of_steps(grads: list[Grads]) -> list[Grads]:
+    """Return the gradients of all uses of a parameter, of which outer products are one, as those of one position."""
+    outer = [one for one in grads if isinstance(one, Outer)]
+    if len(outer) < 2:
+        return grads
+    joined = Outer(*(torch.cat([getattr(one, part) for one in outer], dim=1) for part in ("left", "right")))
+    return [joined, *(one for one in grads if not isinstance(one, Outer))]
 
 
 def _first(params: Params) -> Tensor:
@@ -454,6 +504,31 @@ def _different(of_each: Tensor, numbers: Tensor) -> Tensor:
     """Return which rows of `[B, ...]` differ from `numbers` in any bit."""
     rows, one = (part.reshape(len(part), -1).contiguous().view(torch.uint8) for part in (of_each, numbers[None]))
     return (rows != one).any(dim=1)
+
+
+def _lstm(inputs: Tensor, recurrent: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, ...]:
+    i, f, g, o = (inputs + recurrent).chunk(4, dim=-1)
+    cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
+    return o.sigmoid() * cell.tanh(), cell
+
+
+def _gru(inputs: Tensor, recurrent: Tensor, hidden: Tensor) -> tuple[Tensor, ...]:
+    (r, z, n), (by_r, by_z, by_n) = inputs.chunk(3, dim=-1), recurrent.chunk(3, dim=-1)
+    new, z = (n + (r + by_r).sigmoid() * by_n).tanh(), (z + by_z).sigmoid()
+    return (new + z * (hidden - new),)
+
+
+def _rnn(inputs: Tensor, recurrent: Tensor, hidden: Tensor, activation: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+    return (activation(inputs + recurrent),)
+
+
+#: one step of recurrent layers: inputs' and hidden part of the gates, and the state, give the next state
+_STEPS: dict[Any, Callable[..., tuple[Tensor, ...]]] = {
+    torch.lstm: _lstm,
+    torch.gru: _gru,
+    torch.rnn_tanh: functools.partial(_rnn, activation=torch.tanh),
+    torch.rnn_relu: functools.partial(_rnn, activation=torch.relu),
+}
 
 
 def _seen_within(function: Any) -> Callable[..., Any]:
