@@ -151,6 +151,30 @@ def test_code_reads_only_public_numbers_but_in_the_loop():
     assert set(map(str, SEEN.values)) == {str((1.5, [0.25] * 6, 0.25, True, True))}
 
 
+class Remembering(Small):
+    """It keeps a tensor where only its life shows it, and brings it into the next pass."""
+
+    def hidden(self, x):
+        found = self.first(x) + getattr(SEEN, "last", 0)
+        if (x > 0).all():
+            found = found * 2
+        if SEEN.keeps:
+            SEEN.last = found.detach()
+        return found
+
+
+def test_records_that_differ_hide_nothing_that_is_kept():
+    net = Remembering()
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    public = torch.full((1, 6), 0.25), Y[:1]
+    clipped_sum, SEEN.keeps = TappedSum(net, cross_entropy_of(net), 8, public), False
+    clipped_sum.scripts = tuple(clipped_sum.scripts_of(params, public))
+    SEEN.keeps = True
+    with pytest.raises(UserError, match="must keep nothing of a pass"):
+        clipped_sum(params, X, Y, ClipRequest(1.0))
+    SEEN.last = 0
+
+
 def test_which_records_go_alone_depends_on_each_of_them_alone():
     net = Lengths()
     params, alone = {name: p.detach() for name, p in net.named_parameters()}, []

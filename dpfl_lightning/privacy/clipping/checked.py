@@ -291,7 +291,8 @@ def _by_vmap_if_right(reference: Reference, passes: FixedPasses) -> Kind | None:
         scripts, rows, _ = _scripts(TappedSum(net, reference.loss, 1), params, x, y)
         tapped = TappedSum(net, reference.loss, len(y), None, scripts, take((x, y), rows))
         for number in range(len(scripts)):
-            tapped.record_gradients(params, *take((x, y), [0]), 1, number)
+            one_x, one_y = take((x, y), [0])
+            tapped.record_gradients(params, one_x, one_y, 1, number)
             if sum(params[name].numel() for name in tapped.direct) > _MOST_BY_VMAP:
                 return None
             grads, differ = tapped.record_gradients(params, x, y, len(y), number)

@@ -241,14 +241,14 @@ class Kept:
         ]
         modules = [part for _, part in parts if isinstance(part, nn.Module)]
         seen.update({id(one): one for part in modules for one in (part, *_large(part))})
-        for part in modules:
-            for name, one in vars(part).items():
-                if isinstance(one, dict) and (name in _OF_TORCH or name.endswith("_hooks")):
-                    seen.table(one)
-            if any(name.startswith("_flat_weight") for name in vars(part)):
-                seen.parts((id(part), "attributes"), functools.partial(_attributes, part))
+        for module in modules:
+            for name, table in vars(module).items():
+                if isinstance(table, dict) and (name in _OF_TORCH or name.endswith("_hooks")):
+                    seen.table(table)
+            if any(name.startswith("_flat_weight") for name in vars(module)):
+                seen.parts((id(module), "attributes"), functools.partial(_attributes, module))
             else:
-                seen.table(vars(part))
+                seen.table(vars(module))
         found: dict[str, object] = {}
         for name, part in parts:
             if not isinstance(part, nn.Module):
@@ -405,7 +405,7 @@ def _referred(function: FunctionType, seen: Walk) -> dict[str, object]:
         elif isinstance(value, type) and value.__module__ == function.__module__:
             found[name] = _content(_of_class(value, seen), seen)
         elif (info := getattr(value, "cache_info", None)) is not None:
-            found[name] = seen.number((id(value), "cache"), lambda info=info: (info().currsize, info().misses))
+            found[name] = seen.number((id(value), "cache"), functools.partial(_used, info))
         elif isinstance(value, Iterator) or _kind(type(value))[0] is not None:
             found[name] = _content(value, seen)
         elif type(value).__module__ == function.__module__ and not isinstance(value, nn.Module):
@@ -413,6 +413,10 @@ def _referred(function: FunctionType, seen: Walk) -> dict[str, object]:
         elif not isinstance(value, FunctionType | type | nn.Module):
             found[name] = seen.number((id(value), "numbers"), functools.partial(_numbers_in, value))
     return found
+
+
+def _used(cache_info: Callable[[], Any]) -> tuple[int, int]:
+    return cache_info().currsize, cache_info().misses
 
 
 def _numbers_of_object(value: Any) -> object:

@@ -34,7 +34,7 @@ from torch.func import vmap
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dpfl_lightning.errors import require
+from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.clipping.float64_sums import summing_dtype
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
@@ -238,7 +238,8 @@ class TappedCalls(WatchedCalls):
 
     def end_pass(self) -> None:
         """Forget the tensors of a pass."""
-        self.taps, self.edges, self._names, self._anchor = [], [], {}, None
+        self.taps, self.edges, self._names = [], [], {}
+        self.__dict__.pop("_anchor", None)
 
 
 class TappedSum:
@@ -287,9 +288,9 @@ class TappedSum:
         totals, norms = Totals(wanted, request.zeros(wanted)), y.new_empty(len(y), dtype=summing_dtype(_first(wanted)))
         self._watch.begin()
         for number, script in enumerate(scripts[: None if self.size_of_few > 1 else 1]):
-            batch, size = ((x, y), self.size) if number == 0 else (take((x, y), left), self.size_of_few)
-            others = [left[:0]]
-            for rows, some_x, some_y in passes(*batch, size, self.padding):
+            batch_x, batch_y = (x, y) if number == 0 else take((x, y), left)
+            size, others = self.size_of_few if number else self.size, [left[:0]]
+            for rows, some_x, some_y in passes(batch_x, batch_y, size, self.padding):
                 places, count = left[rows], rows.stop - rows.start
                 filled = count if y.device.type == "cpu" else len(some_y)  # a GPU adds by the number of rows
                 by_name, differ = self._gradients(params, wanted, some_x, some_y, filled, script, number)
@@ -307,7 +308,8 @@ class TappedSum:
             if not len(left):
                 return totals.result(), norms
         group = None if request.group is None else request.group[left]
-        alone, of_each = self._loop(params, *take((x, y), left), replace(request, group=group, into=None))
+        some_x, some_y = take((x, y), left)
+        alone, of_each = self._loop(params, some_x, some_y, replace(request, group=group, into=None))
         norms[left] = of_each.to(norms.dtype)
         return totals.result().add_(alone), norms
 
@@ -342,7 +344,7 @@ class TappedSum:
     def evidence(self, params: Params, x: Inputs, y: Tensor, count: int) -> list[Tensor]:
         """Return what tells whether bits of a record's gradient differ, `[count]` each, for one pass of each script."""
         filled, norms, found = count if y.device.type == "cpu" else len(y), torch.zeros(count), list[Tensor]()
-        scripts = self.scripts
+        scripts: Sequence[Script] = self.scripts
         for number in range(len(scripts)):
             self._watch.begin()
             try:
@@ -386,7 +388,7 @@ class TappedSum:
             self._calls.script = script
             try:
                 found = self._of_a_pass(params, wanted, x, y)
-            except OtherReads:
+            except (OtherReads, UserError):
                 raise
             except Exception:  # perhaps of code for records that it would not get
                 more = self._calls.differ() & ~outside
@@ -497,7 +499,11 @@ def _behind(func: Any, args: Any, kwargs: Any) -> tuple[Tensor | None, Callable[
     return tensor.reshape(()), _NUMBER.get(func, Tensor.item)
 
 
-_NUMBER = {Tensor.__int__: int, Tensor.__index__: operator.index, Tensor.__float__: float}
+_NUMBER: dict[Any, Callable[[Any], Any]] = {
+    Tensor.__int__: int,
+    Tensor.__index__: operator.index,
+    Tensor.__float__: float,
+}
 
 
 def _different(of_each: Tensor, numbers: Tensor) -> Tensor:

@@ -207,7 +207,7 @@ def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
 
 
 #: functions by which torch asks all records at once, and those that ask each
-_OF_EACH = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}
+_OF_EACH: dict[Any, Any] = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}
 _OF_EACH |= {Tensor._is_all_true: torch.all, Tensor._is_any_true: torch.any}
 #: functions of shapes and dtypes alone
 _OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full"})
