@@ -21,7 +21,7 @@ from dpfl_lightning.privacy.accounting import accountant
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.clipping import checked as checked_clipping
 from dpfl_lightning.privacy.clipping import fast as fast_clipping
-from dpfl_lightning.privacy.clipping import passes, trial_records
+from dpfl_lightning.privacy.clipping import passes, taps, trial_records
 from dpfl_lightning.privacy.clipping import reference as clipping
 from dpfl_lightning.privacy.clipping.float64_sums import Products
 from dpfl_lightning.privacy.clipping.inputs import Block, joined, take
@@ -30,7 +30,7 @@ from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
 ROWS = 4  # most rows of a person
 Mutate = Callable[[MonkeyPatch], None]
-SUMS = (clipping.VmapClippedSum, fast_clipping.FastClippedSum)
+SUMS = (clipping.VmapClippedSum, fast_clipping.FastClippedSum, taps.TappedSum)
 
 
 def half_the_noise(patch: MonkeyPatch) -> None:
@@ -45,7 +45,7 @@ def no_clipping(patch: MonkeyPatch) -> None:
     def ones(norms, clip_norm):
         return torch.isfinite(norms).to(norms.dtype)
 
-    for module in (clipping, fast_clipping):
+    for module in (clipping, fast_clipping, taps):
         patch.setattr(module, "clip_factors", ones)
 
 

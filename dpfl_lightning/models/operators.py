@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -18,6 +19,8 @@ class CheckedOperators(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _CTC:
+            if any(isinstance(one, Tensor) and is_functorch_wrapped_tensor(one) for one in (*args, *kwargs.values())):
+                raise ValueError("ctc_loss needs numbers, which `vmap` does not show")
             _check_ctc(*args, **kwargs)
         return func(*args, **kwargs)
 

@@ -101,7 +101,7 @@ def masked_tokens(of=1) -> Population:
 
 
 def test_a_decision_by_masks_may_be_right_for_masks_of_zeros_and_ones_alone():
-    assert engine_of(Masked(), masked_tokens()).startswith("loop: ")
+    assert engine_of(Masked(), masked_tokens()).startswith("vmap: ")
     with pytest.raises(UserError, match=r"must hold masks of 0 and 1 .* got a record of client"):
         check_fits(ClientModule(Masked()), masked_tokens(of=2))
 

@@ -29,6 +29,7 @@ from dpfl_lightning.privacy.clipping.reference import (
     evaluating,
 )
 from dpfl_lightning.privacy.clipping.sequence_layers import TAPPED
+from dpfl_lightning.privacy.clipping.taps import TappedSum
 from dpfl_lightning.privacy.clipping.trial_records import Reference, TrialRecords
 from dpfl_lightning.runtime.memory import keep_freed_memory
 
@@ -620,7 +621,7 @@ def reasons():
 def test_engine_is_chosen_with_its_reason():
     for net, words in reasons():
         clipped_sum, reason = clipped_sum_for(net, None, torch.randn(1, 3), LABELS)
-        assert isinstance(clipped_sum.choose(), FastClippedSum if words.startswith("fast") else VmapClippedSum)
+        assert isinstance(clipped_sum.choose(), FastClippedSum if words.startswith("fast") else TappedSum)
         assert reason == words
 
 

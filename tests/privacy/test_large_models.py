@@ -134,7 +134,7 @@ def test_a_large_model_that_depends_on_records_goes_one_record_at_a_time(between
     monkeypatch.setattr(isolation, "_MOST_WORK", 1)
     net = Reading(between)
     clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 5, 3), torch.empty(0).long())
-    assert reason.startswith("loop: ") and words in reason
+    assert reason.startswith("loop: ") and (words in reason or "on this machine" in reason)
     right(net, clipped_sum)
 
 

@@ -293,19 +293,6 @@ class Packed(nn.Module):
         return self.head(self.lstm(packed)[1][0][-1])
 
 
-class Masked(nn.Module):
-    """Scales if no record of a pass is masked."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(3, 3)
-
-    def forward(self, x):
-        mask = x[:, :, 0] > 0
-        x = x.mean(1) if mask.all() else (x * mask[..., None]).sum(1)
-        return self.head(x)
-
-
 class Counting(nn.Module):
     """A buffer grows with every pass, and changes the outputs."""
 
@@ -319,7 +306,7 @@ class Counting(nn.Module):
         return self.head(x.mean(1)) * self.count
 
 
-LOOPED = [Packed(), Masked(), Counting(), nn.Sequential(nn.Flatten(), nn.utils.spectral_norm(nn.Linear(12, 3)))]
+LOOPED = [Packed(), Counting(), nn.Sequential(nn.Flatten(), nn.utils.spectral_norm(nn.Linear(12, 3)))]
 
 
 @pytest.mark.parametrize("net", LOOPED, ids=lambda net: type(net).__name__)

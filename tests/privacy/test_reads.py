@@ -108,7 +108,6 @@ BY_LOOP = [
     (by_largest, "differs from"),
     (skipping, "random numbers"),
     (routed, "`nonzero` decides"),
-    (never_true, r"random records have one value"),
     (by_numpy, "out of torch"),
     (by_mask, "`index` decides"),
 ]
@@ -245,7 +244,7 @@ MASKS: list = [
     (MostlyLeft, "vmap"),
     (NeverEmpty, "fast: exact rules"),
     (TrimmedForSpeed, "fast: exact rules"),
-    (Refusing, "loop"),
+    (Refusing, "vmap"),
 ]
 
 
@@ -336,6 +335,13 @@ def test_lengths_of_zero_show_what_mixes_though_they_have_no_finite_loss():
     after = clipped_sum(params, x, y, request)[0]
     rows = torch.arange(9) != 4
     assert torch.equal(before[rows], after[rows]) and not after[4].any()
+
+
+def test_code_that_reads_the_same_of_most_records_goes_by_vmap():
+    net = Reading(never_true)
+    clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 5, 3), torch.empty(0).long())
+    assert reason.startswith("vmap: ")
+    right(net, clipped_sum)
 
 
 @pytest.mark.parametrize("between, words", BY_LOOP)

@@ -114,7 +114,12 @@ class ByUnwrapping(Ordinary):
         return hidden - unwrapped(hidden).mean(0)
 
 
-MIXING = [Branch, Where, Gate, ByUnwrapping]
+class Listing(Ordinary):
+    def changed(self, hidden):
+        return hidden - torch.tensor(hidden.detach().mean(0).tolist())
+
+
+MIXING = [Branch, Where, Gate, ByUnwrapping, Listing]
 
 
 def attacked_sums(net):
@@ -171,11 +176,6 @@ class WithGeneratedRule(torch.autograd.Function):
 class InBackward(Ordinary):
     def changed(self, hidden):
         return WithGeneratedRule.apply(hidden)
-
-
-class Listing(Ordinary):
-    def changed(self, hidden):
-        return hidden - torch.tensor(hidden.detach().mean(0).tolist())
 
 
 class Printing(Ordinary):
@@ -243,8 +243,20 @@ class WritingInAFunction(Ordinary):
         return Writing.apply(hidden)
 
 
-LEAVING = [ByFunction, InTensorHook, InBackward, Listing, Printing, Formatting, ByDistance, ByDistanceAndHook]
+LEAVING = [ByFunction, InTensorHook, InBackward, Printing, Formatting, ByDistance, ByDistanceAndHook]
 LEAVING += [BySubclass, WritingInAFunction]
+
+
+class OverAllRecords(Ordinary):
+    """torch's rule asks all records at once."""
+
+    def changed(self, hidden):
+        return hidden * (3.0 if torch._is_all_true(hidden < 500) else -3.0)
+
+
+def test_what_torch_asks_of_all_records_at_once_is_asked_of_each():
+    all_of_them, others = attacked_sums(OverAllRecords())
+    assert (all_of_them - others).norm() <= 1.001
 
 
 class Unwatched(Ordinary):
@@ -269,6 +281,36 @@ def test_a_layer_that_pads_the_dimension_of_records_is_not_known_anywhere():
 @pytest.mark.parametrize("kind", LEAVING)
 def test_what_cannot_run_under_vmap_with_some_weights_is_refused_then(kind):
     with pytest.raises(UserError, match="`model` must run under vmap with all weights that a server may send, got"):
+        list(attacked_sums(kind()))
+
+
+class BeyondTheTable(Ordinary):
+    """torch's rule looks up the tables of all records in one: an index beyond the table is in that of the next one."""
+
+    def beyond(self, x):
+        return 8 * (x[:, 0] == 50 * X[0, 0]).long()
+
+    def forward(self, x):
+        hidden = torch.relu(self.first(x))
+        return self.head(self.looked_up(hidden[0], self.beyond(x))[None] if self.attacked else hidden) + 0 * self.gate
+
+    def looked_up(self, hidden, place):
+        return hidden - F.embedding(place, hidden[:, None])[:, 0]
+
+
+class ByOperatorBeyond(BeyondTheTable):
+    def looked_up(self, hidden, place):
+        return hidden - torch.ops.aten.embedding(hidden[:, None], place)[:, 0]
+
+
+class FilledBeyond(BeyondTheTable):
+    def looked_up(self, hidden, place):
+        return hidden.index_fill(0, place, 0.0)
+
+
+@pytest.mark.parametrize("kind", [BeyondTheTable, ByOperatorBeyond, FilledBeyond])
+def test_an_index_beyond_the_numbers_of_a_record_is_refused(kind):
+    with pytest.raises(UserError, match="reaches the numbers of other records"):
         list(attacked_sums(kind()))
 
 

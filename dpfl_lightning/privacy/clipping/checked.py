@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -36,6 +37,7 @@ from dpfl_lightning.privacy.clipping.reference import (
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
 from dpfl_lightning.privacy.clipping.state import contents, large_tensors, tensors_restored
 from dpfl_lightning.privacy.clipping.structure import beside_records, code_of_users, leaves_vmap
+from dpfl_lightning.privacy.clipping.taps import Script, TappedSum
 from dpfl_lightning.privacy.clipping.trial_records import (
     FEW_KINDS,
     KINDS,
@@ -52,9 +54,12 @@ from dpfl_lightning.runtime.threads import one_thread_an_operator
 _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
 _CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of a check: more take seconds
 _FEWEST_IN_A_CROWD = 24
-_MOST_BY_VMAP = 1 << 19  # parameters: of larger models the loop is as fast, and of these up to 8 times slower
+_COPIES = 32  # of a public record that show whether code decides by random numbers
+_TURNS = 3  # of public records of all kinds that show what code reads
+_MOST_SCRIPTS = 4  # ways through a model that records take together
+_MOST_BY_VMAP = 1 << 19  # parameters without a rule: of more the loop is as fast, and of these up to 8 times slower
 
-PassedSum = FastClippedSum | VmapClippedSum
+PassedSum = FastClippedSum | TappedSum | VmapClippedSum
 Kind = Callable[[nn.Module, SampleLoss, int], PassedSum]  # the last argument is the size of passes
 
 
@@ -81,15 +86,21 @@ class CheckedSum:
         """Return what computes the sums of batches of so many records; the first call checks the size of passes."""
         if self.kind is None:
             return self._loop
-        if expected not in self._sizes:
-            evidence = functools.partial(self._evidence, moved_parameters(self.net))
-            self._sizes[expected] = self.passes.size(self.kind, evidence, expected)
-        size = self._sizes[expected]
+        size = self._size(expected)
         if size == 1:
             return self._loop
         if size not in self._checked:
-            self._checked[size] = self.kind(self.net, self._sample_loss, size)
+            used = self._checked[size] = self.kind(self.net, self._sample_loss, size)
+            if isinstance(used, TappedSum) and len(used.scripts) > 1:
+                used.size_of_few = self._size(1.0)
         return self._checked[size]
+
+    def _size(self, expected: float | None) -> int:
+        assert self.kind is not None
+        if expected not in self._sizes:
+            evidence = functools.partial(self._evidence, moved_parameters(self.net))
+            self._sizes[expected] = self.passes.size(self.kind, evidence, expected)
+        return self._sizes[expected]
 
     def __call__(self, params: Params, x: Records, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         with one_thread_an_operator():
@@ -103,7 +114,7 @@ class CheckedSum:
             except Exception as error:  # a user's code may raise anything, with the weights of a server or for a record
                 if isinstance(used, FastClippedSum):
                     raise
-                way = "under vmap" if isinstance(used, VmapClippedSum) else "for each record alone"
+                way = "for each record alone" if isinstance(used, LoopClippedSum) else "under vmap"
                 raise UserError(
                     f"`model` must run {way} with all weights that a server may send, got {type(error).__name__}: "
                     f"{_first_line(error)}. Nothing is released. Look for code that decides by weights."
@@ -200,6 +211,10 @@ def _refused_draws(clipped_sum: CheckedSum) -> str:
     try:
         with generators_kept(net), tensors_restored(net):
             used(moved_parameters(net), x, y, ClipRequest(1.0))
+            if isinstance(used, TappedSum) and any(used.scripts):
+                copies = take(used.public, [0] * _COPIES)
+                if used.decides_by_draws(moved_parameters(net), *copies):
+                    return "code decides by random numbers"
     except Exception as error:  # such as draws for what no record has a part in
         return _first_line(error)
     return ""
@@ -224,6 +239,12 @@ def _drawing_nothing(net: nn.Module) -> Iterator[None]:
 
 def _by_vmap(padding: Batch, net: nn.Module, sample_loss: SampleLoss, size: int) -> VmapClippedSum:
     return VmapClippedSum(sample_loss, size, padding, owners_of(net, sample_loss))
+
+
+def _by_taps(
+    padding: Batch, scripts: Sequence[Script], public: Batch, net: nn.Module, sample_loss: SampleLoss, size: int
+) -> TappedSum:
+    return TappedSum(net, sample_loss, size, padding, scripts, public)
 
 
 def _kind_of(
@@ -254,25 +275,61 @@ def _kind_of(
                 kind, cause = _by_rules_if_right(reference, passes, reads)
         if kind is not None:
             return kind, cause
-        by_vmap = sum(p.numel() for p in reference.example[0].values()) <= _MOST_BY_VMAP
-        try:
-            vmap = VmapClippedSum(reference.loss, KINDS // 2)
-            by_vmap = (
-                by_vmap
-                and not leaves_vmap(net, sample_loss)
-                and reference.wrong_parameter(_rows(vmap, *reference.example)) is None
-            )
-        except Exception:  # a user's forward pass may raise anything under `vmap`
-            by_vmap = False
-    if by_vmap:
-        return functools.partial(_by_vmap, passes.padding), f"vmap: {cause}"
-    return None, f"loop: {cause}"
+        by_vmap = _by_vmap_if_right(reference, passes)
+    return by_vmap, f"{'loop' if by_vmap is None else 'vmap'}: {cause}"
 
 
-def _rows(clipped_sum: FastClippedSum | VmapClippedSum, params: Params, x: Records, y: Tensor) -> Tensor:
-    """Return the gradients of all records, `[B, 1, P]`."""
-    each = ClipRequest(math.inf, 2, torch.arange(len(y), device=y.device), len(y))
-    return clipped_sum(params, x, y, each)[0][:, None]
+def _by_vmap_if_right(reference: Reference, passes: FixedPasses) -> Kind | None:
+    """Return the sum by `vmap`, with taps if the model lets them be, if it is right; otherwise None.
+
+    It is no way for a model that reads other numbers of most public records than those of a few others.
+    """
+    net, (params, x, y) = reference.net, reference.example
+    try:
+        if leaves_vmap(net, reference.sample_loss):
+            return None
+        scripts, rows, _ = _scripts(TappedSum(net, reference.loss, 1), params, x, y)
+        tapped = TappedSum(net, reference.loss, len(y), None, scripts, take((x, y), rows))
+        for number in range(len(scripts)):
+            one_x, one_y = take((x, y), [0])
+            tapped.record_gradients(params, one_x, one_y, 1, number)
+            if sum(params[name].numel() for name in tapped.direct) > _MOST_BY_VMAP:
+                return None
+            grads, differ = tapped.record_gradients(params, x, y, len(y), number)
+            norms = {order: _norms(grads, order) for order in (2, 1)}
+            if reference.without(differ).wrong_parameter(_in_turn(grads, params, len(y)), norms) is not None:
+                return None
+        if not _is_large(passes) and y.device.type == "cpu":
+            one = take((x, y), [0])
+            passes.most = min(passes.most, _CPU_NUMBERS // tapped.widest)
+            work = 3 * operations_of(lambda: reference.loss(params, *one))
+            passes.cost = min(PASS_COST, PASS_FLOPS / max(work, 1))
+        public = take(passes.examples, [*range(1, 1 + KINDS * (1 if _is_large(passes) else _TURNS))])
+        found, rows, texts = _scripts(TappedSum(net, reference.sample_loss, 1), moved_parameters(net), *public)
+        random = [text for row, text in texts.items() if (row + 1) % KINDS < RANDOM_KINDS]
+        if 2 * sum(text in {texts[row] for row in rows} for text in random) < len(random):
+            return None
+    except Exception:  # a user's forward pass may raise anything under `vmap`
+        return None
+    if not (tapped.tapped or any(found)):
+        return functools.partial(_by_vmap, passes.padding)
+    return functools.partial(_by_taps, passes.padding, found, take(public, rows))
+
+
+def _scripts(
+    tapped: TappedSum, params: Params, x: Records, y: Tensor
+) -> tuple[list[Script], list[int], dict[int, str]]:
+    """Return the most frequent scripts of public records, records that have them, and those of all records in words."""
+    scripts: dict[int, Script] = {}
+    for row in range(len(y)):
+        with nullcontext() if row == 0 else suppress(Exception):  # for an unusual record code may raise anything
+            scripts[row] = tapped.script_of(params, *take((x, y), [row]))
+            if not scripts[row]:  # all records are alike
+                return [()], [row], {}
+    texts = {row: repr([(one.place, one.value) for one in script]) for row, script in scripts.items()}
+    first = {text: row for row, text in reversed(texts.items())}
+    rows = [first[text] for text, _ in Counter(texts.values()).most_common(_MOST_SCRIPTS)]
+    return [scripts[row] for row in rows], rows, texts
 
 
 def _by_rules_if_right(reference: Reference, passes: FixedPasses, reads: Sequence[Read]) -> tuple[Kind | None, str]:

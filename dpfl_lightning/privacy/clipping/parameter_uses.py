@@ -127,7 +127,7 @@ def _of_one(leaf: Any, form: Form) -> Any:
     return form.each
 
 
-def _added(one: Grads, other: Grads) -> Grads:
+def added(one: Grads, other: Grads) -> Grads:
     """Return the gradients of a parameter that has several uses."""
     if isinstance(one, Outer) and isinstance(other, Outer):
         return Outer(torch.cat([one.left, other.left], dim=1), torch.cat([one.right, other.right], dim=1))
@@ -242,7 +242,7 @@ class Uses(TorchFunctionMode):
                 if one is not None:
                     self.under_vmap.add(name)
                     found[name].append(Dense(one.reshape(len(one), -1)))
-        return {name: functools.reduce(_added, parts) for name, parts in found.items() if name in wanted}
+        return {name: functools.reduce(added, parts) for name, parts in found.items() if name in wanted}
 
 
 def _looked_up(grad: Grads, rows: Tensor, shape: torch.Size) -> Lookup:

@@ -23,7 +23,7 @@ from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.layer_rules import Unsupported
 from dpfl_lightning.privacy.clipping.reference import Params, SampleLoss
 
-_READS = {
+READS = {
     getattr(Tensor, name)
     for name in ("__bool__", "__contains__", "__float__", "__index__", "__int__", "equal", "item", "tolist")
 } | {torch.equal, torch.allclose, Tensor.allclose, torch.is_nonzero, Tensor.is_nonzero}
@@ -53,7 +53,7 @@ class FixedReads(TorchFunctionMode):
         self._remaining = iter(reads)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READS:
+        if func in READS:
             read = next(self._remaining, None)
             if read is None:
                 raise Unsupported("the model reads other numbers of a batch of another size")
@@ -150,15 +150,15 @@ class _Noting(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _OPAQUE and self._numbers.depends(args):
-            raise Unsupported(f"`{func.__name__}` takes the records' numbers out of torch ({_place()})")
-        if func not in _READS:
+            raise Unsupported(f"`{func.__name__}` takes the records' numbers out of torch ({place_of_code()})")
+        if func not in READS:
             return func(*args, **(kwargs or {}))
         self._numbers.reading = True
         try:
             value = func(*args, **(kwargs or {}))
         finally:
             self._numbers.reading = False
-        self.reads.append(Read(value, _place(), self._numbers.depends((args, kwargs))))
+        self.reads.append(Read(value, place_of_code(), self._numbers.depends((args, kwargs))))
         return value
 
 
@@ -181,7 +181,7 @@ def _decides(func: Any, args: Any) -> bool:
     return name in _DECIDING or any(tag in func.tags for tag in dynamic)
 
 
-def _place() -> str:
+def place_of_code() -> str:
     """Return file and line of the code that reads, outside of torch and this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OURS:

@@ -166,7 +166,7 @@ def record_gradients(
 
     def one_loss(params: Params, x: Inputs, y: Tensor) -> Tensor:
         losses = sample_loss(params, x, y)
-        _require_one_loss(losses)
+        require_one_loss(losses)
         return losses[0]
 
     def one_gradient(params: Params, x: Inputs, y: Tensor) -> dict[str, Tensor]:
@@ -299,7 +299,7 @@ class LoopClippedSum:
         def gradients() -> Sequence[Tensor | None]:
             with watch.calls:
                 losses = self._sample_loss(leaves, x, y)
-                _require_one_loss(losses)
+                require_one_loss(losses)
                 return gradients_of(losses[0], [*wanted.values()])
 
         found = self._held.run(leaves, gradients)
@@ -313,5 +313,5 @@ class LoopClippedSum:
         return x
 
 
-def _require_one_loss(losses: Tensor) -> None:
+def require_one_loss(losses: Tensor) -> None:
     require(losses.shape == (1,), "sample_loss", "return one loss for each record, shape (B,)", tuple(losses.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import random
@@ -10,25 +11,28 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from io import IOBase
+from operator import attrgetter
 from types import (
     BuiltinMethodType,
     CellType,
     CodeType,
     FunctionType,
     GeneratorType,
+    MappingProxyType,
     MethodType,
     ModuleType,
     SimpleNamespace,
 )
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.errors import require
+
+T = TypeVar("T")
 
 _MOST_LEVELS = 3
 _MOST_ENTRIES = 1 << 14  # of a collection of a user's file that is compared: longer ones are tables
@@ -121,13 +125,88 @@ def contents(net: nn.Module, shared: Iterable[Tensor] = ()) -> dict[str, object]
     bound to or closes over, and in the classes of users. Variables of Python modules do not count. Of tensors that the
     copies have `shared` the version counts.
     """
-    seen: dict[int, Any] = {id(one): one for one in shared}
+    seen = Walk({id(one): one for one in shared})
     return {
         f"{name}.{key}".lstrip("."): _content(value, seen)
         for name, part in net.named_modules()
         for key, value in {**_of_class(type(part), seen), **part._parameters, **part._buffers, **vars(part)}.items()
         if key not in ("_parameters", "_buffers", "_modules")
     }
+
+
+class Walk(dict[int, Any]):
+    """The objects that a walk through a model has seen, by id, and what it has read of them.
+
+    If all of it is as it was (`is_current`), another walk would find the same. That takes a fraction of a walk: objects
+    are compared by identity, and of numbers that change in place their content.
+    """
+
+    def __init__(self, seen: Mapping[int, Any] | None = None) -> None:
+        super().__init__(seen or {})
+        self.kept: list[object] = []  # so that no other object gets its id
+        self._tables: dict[int, dict[Any, Any]] = {}
+        self._spaces: dict[int, MappingProxyType[str, Any]] = {}  # of classes
+        self._functions: dict[int, FunctionType] = {}
+        self._names: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}  # of variables of files
+        self._parts: dict[object, Callable[[], Iterable[object]]] = {}
+        self._numbers: dict[object, tuple[Callable[[], object], object]] = {}
+
+    def table(self, table: dict[Any, Any]) -> None:
+        self._tables[id(table)] = table
+
+    def space(self, kind: type) -> None:
+        self._spaces[id(kind)] = vars(kind)
+
+    def function(self, function: FunctionType, names: Iterable[str]) -> None:
+        self._functions[id(function)] = function
+        self._names.setdefault(id(function.__globals__), (function.__globals__, {}))[1].update(dict.fromkeys(names))
+
+    def parts(self, key: object, read: Callable[[], Iterable[object]]) -> None:
+        """Note what returns the parts of an object, always in the same order."""
+        self._parts.setdefault(key, read)
+
+    def number(self, key: object, read: Callable[[], T]) -> T:
+        """Return what `read` returns, which can be compared."""
+        if key not in self._numbers:
+            self._numbers[key] = read, read()
+        return self._numbers[key][1]  # type: ignore[return-value]
+
+    def close(self) -> Walk:
+        """Note all objects at the end of a walk."""
+        self._objects = [[*found] for found in self._now()]
+        self._ids = [[*map(id, found)] for found in self._objects]
+        return self
+
+    def _now(self) -> Iterator[Iterable[object]]:
+        chained = itertools.chain.from_iterable
+        tables, spaces, names = self._tables.values(), self._spaces.values(), self._names.values()
+        yield self._sizes(tables, spaces)
+        yield chained(map(dict.keys, tables))
+        yield chained(map(dict.values, tables))
+        yield chained(spaces)
+        yield chained(map(MappingProxyType.values, spaces))
+        yield chained(map(_OF_FUNCTIONS, self._functions.values()))
+        yield chained(map(variables.get, those) for variables, those in names)
+        for read in self._parts.values():
+            yield read()
+
+    @staticmethod
+    def _sizes(tables: Iterable[dict[Any, Any]], spaces: Iterable[Any]) -> Iterable[object]:
+        """Return the numbers of entries, as objects of which there is one for each number."""
+        return map(_NUMBERS.setdefault, sizes := [*map(dict.__len__, tables), *map(len, spaces)], sizes)
+
+    def is_current(self) -> bool:
+        """Return whether everything that was read is as it was."""
+        try:
+            return all([*map(id, found)] == ids for found, ids in zip(self._now(), self._ids, strict=True)) and all(
+                read() == before for read, before in self._numbers.values()
+            )
+        except Exception:  # of a user's object; another walk says what is wrong
+            return False
+
+
+_OF_FUNCTIONS = attrgetter("__code__", "__closure__", "__defaults__", "__kwdefaults__", "__dict__")
+_NUMBERS: dict[int, int] = {}
 
 
 class Kept:
@@ -139,21 +218,37 @@ class Kept:
 
     def __init__(self, owners: Sequence[object]) -> None:
         self._owners = owners
-        self._before = self._now()
+        self._walk = Walk()
+        self._before = self._now(self._walk)
+        self._walk.close()
+
+    def again(self) -> Kept:
+        """Return what is kept now: this, if nothing has changed."""
+        return self if self._walk.is_current() else Kept(self._owners)
 
     def changed(self) -> list[str]:
         """Return the names of what is kept otherwise than at first."""
-        after = self._now()
+        if self._walk.is_current():
+            return []
+        after = self._now(Walk())
         return [name for name in {**self._before, **after} if not _alike(self._before.get(name), after.get(name))]
 
-    def _now(self) -> dict[str, object]:
+    def _now(self, seen: Walk) -> dict[str, object]:
         parts = [
             (name, part)
             for owner in self._owners
             for name, part in (owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)])
         ]
         modules = [part for _, part in parts if isinstance(part, nn.Module)]
-        seen: dict[int, Any] = {id(one): one for part in modules for one in (part, *_large(part))}
+        seen.update({id(one): one for part in modules for one in (part, *_large(part))})
+        for module in modules:
+            for name, table in vars(module).items():
+                if isinstance(table, dict) and (name in _OF_TORCH or name.endswith("_hooks")):
+                    seen.table(table)
+            if any(name.startswith("_flat_weight") for name in vars(module)):
+                seen.parts((id(module), "attributes"), functools.partial(_attributes, module))
+            else:
+                seen.table(vars(module))
         found: dict[str, object] = {}
         for name, part in parts:
             if not isinstance(part, nn.Module):
@@ -196,63 +291,136 @@ def _alike(before: object, after: object) -> bool:
     )
 
 
-def _content(value: Any, seen: dict[int, Any]) -> object:
+def _attributes(part: nn.Module) -> list[object]:
+    """Return the names and attributes of a module, but for what a layer makes anew in each pass."""
+    attributes = vars(part)
+    names = [name for name in attributes if not name.startswith("_flat_weight")]
+    return [*names, *map(attributes.__getitem__, names)]
+
+
+def _content(value: Any, seen: Walk) -> object:
     """Return what can be compared of a value; None for an object in `seen`, by its id, which it joins."""
-    if isinstance(value, Tensor) and id(value) in seen:
-        return value._version
+    if value is None or type(value) in _TEXTUAL:
+        return repr(value)
     if isinstance(value, Tensor):
-        return value.dtype, tuple(value.shape), _bytes_of(value)
-    if state := next((of for kind, of in _STATES.items() if isinstance(value, kind)), None):
-        return _content(state(value), seen)
+        in_place = id(value) in seen
+        if not in_place:
+            seen.kept.append(value)
+        read = _version if in_place else _numbers
+        return seen.number((id(value), in_place), functools.partial(read, value))
+    state, held = _kind(type(value))
+    if state is not None:
+        seen.kept.append(value)
+        return seen.number(id(value), functools.partial(_content_of_state, state, value, Walk(seen)))
     if isinstance(value, np.ndarray) and value.dtype != object:
-        return value.dtype, value.shape, hash(value.tobytes())
-    if value is None or isinstance(value, str | bytes | bytearray | int | float | complex | type | ModuleType):
+        seen.kept.append(value)
+        return seen.number(id(value), lambda: (value.dtype, value.shape, hash(value.tobytes())))
+    if isinstance(value, bytearray):
+        seen.kept.append(value)
+        return seen.number(id(value), lambda: repr(value))
+    if isinstance(value, str | bytes | int | float | complex | type | ModuleType):
         return repr(value)
     if id(value) in seen:
         return None
     seen[id(value)] = value  # kept, so that no other object gets its id
     if isinstance(value, Mapping):
+        if isinstance(value, dict):
+            seen.table(value)
+        else:
+            seen.parts(id(value), lambda: itertools.chain.from_iterable(_items(value)))
         return tuple((repr(key), _content(one, seen)) for key, one in _items(value))
     if isinstance(value, list | tuple | deque | np.ndarray):
+        if not isinstance(value, tuple):
+            seen.parts(id(value), lambda: value)
         return tuple(_content(one, seen) for one in value)
     if isinstance(value, set | frozenset):
+        seen.parts(id(value), lambda: sorted(value, key=id))
         return tuple(sorted(str(_content(one, seen)) for one in value))
     if (
         isinstance(value, Iterator)
         and not isinstance(value, IOBase)
         and type(value).__reduce__ is not object.__reduce__
     ):
-        return type(value), _content(value.__reduce__(), seen)
-    held = next((names for kind, names in _HELD.items() if isinstance(value, kind)), ("__dict__", *_slots(type(value))))
+        reduce = type(value).__reduce__
+        return seen.number(id(value), functools.partial(_content_of_state, reduce, value, Walk(seen)))
+    if isinstance(value, FunctionType):
+        seen.function(value, ())
+    else:
+        seen.parts((id(value), "held"), lambda: [type(value), *(getattr(value, name, None) for name in held)])
     parts = {name: _content(getattr(value, name, None), seen) for name in held}
     if isinstance(value, FunctionType):
         parts |= _referred(value, seen)
     return type(value), tuple(parts.items()), _content(_of_class(type(value), seen), seen)
 
 
-def _referred(function: FunctionType, seen: dict[int, Any]) -> dict[str, object]:
+_TEXTUAL = frozenset({str, bytes, int, bool, float, complex})
+
+
+def _version(tensor: Tensor) -> int:
+    return tensor._version
+
+
+def _numbers(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tuple(tensor.shape), _bytes_of(tensor)
+
+
+def _content_of_state(state: Callable[[Any], object], value: Any, seen: Walk) -> object:
+    return type(value), _content(state(value), Walk(seen))
+
+
+def _kind(kind: type) -> tuple[Callable[[Any], object] | None, tuple[str, ...]]:
+    """Return what gives the state of objects of a class, if there is such a function, and the attributes that hold it.
+
+    It is known by its id, because a class may say that it equals another.
+    """
+    if id(kind) not in _KINDS:
+        state = next((of for one, of in _STATES.items() if issubclass(kind, one)), None)
+        held = next((names for one, names in _HELD.items() if issubclass(kind, one)), ("__dict__", *_slots(kind)))
+        _KINDS[id(kind)] = kind, state, held
+    return _KINDS[id(kind)][1:]
+
+
+_KINDS: dict[int, tuple[type, Callable[[Any], object] | None, tuple[str, ...]]] = {}
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_of(code: CodeType) -> tuple[str, ...]:
+    return tuple(names_in(code))
+
+
+def _referred(function: FunctionType, seen: Walk) -> dict[str, object]:
     """Return the contents of what a user's function refers to in its own file: numbers, tensors, functions, classes."""
     if function.__module__.partition(".")[0] in _LIBRARIES:
         return {}
     found: dict[str, object] = {}
-    for name in names_in(function.__code__):
-        value = function.__globals__.get(name)
+    names, globals_ = _names_of(function.__code__), function.__globals__
+    seen.function(function, names)
+    for name in names:
+        value = globals_.get(name)
         if isinstance(value, ModuleType):
             if (state := _OF_MODULES.get(value.__name__)) is not None:
-                found[name] = state()
+                found[name] = seen.number(value.__name__, state)
         elif isinstance(value, FunctionType) and value.__module__ == function.__module__:
             found[name] = _content(value, seen)
         elif isinstance(value, type) and value.__module__ == function.__module__:
             found[name] = _content(_of_class(value, seen), seen)
         elif (info := getattr(value, "cache_info", None)) is not None:
-            found[name] = info().currsize, info().misses
-        elif isinstance(value, (Iterator, *_STATES)):
+            found[name] = seen.number((id(value), "cache"), functools.partial(_used, info))
+        elif isinstance(value, Iterator) or _kind(type(value))[0] is not None:
             found[name] = _content(value, seen)
         elif type(value).__module__ == function.__module__ and not isinstance(value, nn.Module):
-            found[name] = _numbers_in(getattr(value, "__dict__", None)), _numbers_in(value)  # it may be a collection
+            found[name] = seen.number((id(value), "object"), functools.partial(_numbers_of_object, value))
         elif not isinstance(value, FunctionType | type | nn.Module):
-            found[name] = _numbers_in(value)
+            found[name] = seen.number((id(value), "numbers"), functools.partial(_numbers_in, value))
     return found
+
+
+def _used(cache_info: Callable[[], Any]) -> tuple[int, int]:
+    return cache_info().currsize, cache_info().misses
+
+
+def _numbers_of_object(value: Any) -> object:
+    return _numbers_in(getattr(value, "__dict__", None)), _numbers_in(value)  # it may be a collection
 
 
 def _of_numpy() -> int:
@@ -320,7 +488,7 @@ _HELD: dict[type, tuple[str, ...]] = {
     CellType: ("cell_contents",),
     MethodType: ("__self__", "__func__"),
     BuiltinMethodType: ("__self__",),
-    partial: ("func", "args", "keywords", "__dict__"),
+    functools.partial: ("func", "args", "keywords", "__dict__"),
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
     property: ("fget", "fset"),
@@ -333,12 +501,14 @@ def _slots(kind: type) -> list[str]:
     return [name for names in listed for name in ([names] if isinstance(names, str) else names)]
 
 
-def _of_class(kind: type, seen: dict[int, Any]) -> dict[str, Any]:
+def _of_class(kind: type, seen: Walk) -> dict[str, Any]:
     """Attributes of a class and of its bases, unless they belong to Python or a library of this package."""
     if id(kind) in seen:
         return {}
     seen[id(kind)] = kind
     users = [one for one in reversed(kind.__mro__) if one.__module__.partition(".")[0] not in _LIBRARIES]
+    for one in users:
+        seen.space(one)
     return {name: value for one in users for name, value in vars(one).items() if not name.startswith("__")}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Iterable, Mapping
@@ -55,6 +56,7 @@ class Reference:
         some_x, some_y = take(trials.draw(dtype), kinds)
         self.example = moved_parameters(net, dtype), some_x, some_y
         self._loop = LoopClippedSum(net, self.loss)
+        self._left_out: Tensor | None = None
         self._kept, self._totals = dict[int, list[Tensor]](), dict[int, Tensor]()
 
     @functools.cached_property
@@ -85,6 +87,12 @@ class Reference:
             self.row(number)
         return self._totals[number]
 
+    def without(self, records: Tensor) -> Reference:
+        """Return the same, which compares nothing of some records, `[B]`."""
+        other = copy.copy(self)
+        other._left_out = records
+        return other
+
     def wrong_parameter(self, rows: Iterable[Tensor], norms: Mapping[int, Tensor] | None = None) -> str | None:
         """Return the first parameter in which a record's gradient `[1, P]` differs by more than rounding, or None.
 
@@ -97,6 +105,8 @@ class Reference:
         totals = torch.stack([self.total(number) for number in range(len(self.example[-1]))])
         least = self.rounding * totals[totals.isfinite()].nanmedian().nan_to_num()
         for number, actual in enumerate(rows):
+            if self._left_out is not None and self._left_out[number]:
+                continue
             exact = self.row(number)
             if not totals[number].isfinite() and self._kinds[number] in _UNUSUAL:
                 found = [norm[number] for norm in (norms or {}).values()] or [actual.norm()]

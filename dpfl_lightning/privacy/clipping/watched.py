@@ -118,13 +118,14 @@ class WatchedCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         try:
             if self._under_vmap:
+                func = _OF_EACH.get(func, func)
                 if torch._C._len_torch_dispatch_stack() > self._modes:
                     raise LeftVmap("a mode of dispatch sees all records")
-                _require_inside(func, args)
+                _require_inside(func, args, kwargs)
                 _require_no_code(func, types, (*args, *kwargs.values()))
                 if func in _RECURRENT and isinstance(args[2], (list, tuple)):
                     args = _with_own_states(*args)
-            found = func(*args, **kwargs)
+            found = self.compute(func, args, kwargs)
         except Exception as error:
             self._failed = self._failed or f"{type(error).__name__}: {error}"
             raise
@@ -133,7 +134,20 @@ class WatchedCalls(TorchFunctionMode):
         for one in (found,) if isinstance(found, Tensor) else found if isinstance(found, tuple | list) else ():
             if isinstance(one, Tensor) and self._is_new(one, (*args, *kwargs.values())):
                 self._made.append(weakref.ref(one))
+            if self._under_vmap and isinstance(one, Tensor) and not is_batched(one):
+                self._require_of_none(func, (*args, *kwargs.values()))
         return found
+
+    def _require_of_none(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Raise LeftVmap if a result that is no record's is computed of records, perhaps of all at once."""
+        name = getattr(func, "__name__", "")
+        if name not in _OF_SHAPES and any(map(is_batched, args)):
+            self._failed = f"`{name}` computes one number of all records"
+            raise LeftVmap(self._failed)
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what a call returns."""
+        return func(*args, **kwargs)
 
     def forget(self) -> None:
         """Begin anew: the last pass may have ended with an error."""
@@ -174,7 +188,7 @@ def gradients_of(loss: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor | None,
     return tuple(_engine_run_backward((loss,), of_loss, no, no, tuple(inputs), True, accumulate_grad=no))
 
 
-def _require_inside(func: Any, args: Any) -> None:
+def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
     if func is Tensor.__repr__:
         raise LeftVmap("the text of a tensor shows all records")
     if func in _HOOKS:
@@ -184,6 +198,30 @@ def _require_inside(func: Any, args: Any) -> None:
         name = packet._qualified_op_name
         if name.partition("::")[0] not in TORCHS:
             raise LeftVmap(f"`{name}` is an operator that is not torch's")
+    else:
+        packet = func
+    name = getattr(packet, "__name__", "")
+    given = [*args, *kwargs.values()]
+    if (name in _TABLES and sum(map(is_batched, given)) > 1) or (name in _FILLS and any(map(is_batched, given[1:]))):
+        raise LeftVmap(f"`{name}` reaches the numbers of other records by an index beyond its own")
+
+
+#: functions by which torch asks all records at once, and those that ask each
+_OF_EACH: dict[Any, Any] = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}
+_OF_EACH |= {Tensor._is_all_true: torch.all, Tensor._is_any_true: torch.any}
+#: functions of shapes and dtypes alone
+_OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full"})
+#: operators for which torch's rules see the records as one table, if places in it are those of records, too
+_TABLES = frozenset({"embedding", "embedding_renorm_"})
+_FILLS = frozenset({"index_fill", "index_fill_"})
+
+
+def is_batched(value: Any) -> bool:
+    while isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if torch._C._functorch.is_batchedtensor(value):
+            return True
+        value = torch._C._functorch.get_unwrapped(value)
+    return False
 
 
 def _with_own_states(x: Tensor, states: Any, *rest: Any) -> tuple[Any, ...]:
@@ -234,7 +272,7 @@ class Watch:
     `owners` are the model and what else of a user takes part, such as a loss.
     """
 
-    def __init__(self, owners: Sequence[object], under_vmap: bool) -> None:
+    def __init__(self, owners: Sequence[object], under_vmap: bool, calls: WatchedCalls | None = None) -> None:
         self._owners = owners
         self._recurrent = [
             part
@@ -244,12 +282,12 @@ class Watch:
             if isinstance(part, nn.RNNBase)
         ]
         self._before: Kept | None = None
-        self.calls = WatchedCalls(under_vmap)
+        self.calls = calls or WatchedCalls(under_vmap)
 
     def begin(self) -> None:
         """Note what is kept before the first pass of a computation: between two, other code may change a model."""
         self.calls.forget()
-        self._before = Kept(self._owners)
+        self._before = Kept(self._owners) if self._before is None else self._before.again()
 
     def enter(self, x: Inputs, y: Tensor) -> None:
         """Note the tensors that a pass gets."""
