@@ -11,17 +11,9 @@ from dpfl_lightning.config.names import folded, is_name
 from dpfl_lightning.config.reading import expecting
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.privacy.accounting.guarantee import CumulativeGuarantee
-from dpfl_lightning.privacy.compose import (
-    Limit,
-    compose,
-)
+from dpfl_lightning.privacy.compose import Limit, compose
 from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount, listed
-from dpfl_lightning.privacy.ledger.account_file import (
-    RunRecord,
-    charged_lines,
-    ledger_line,
-    line_of,
-)
+from dpfl_lightning.privacy.ledger.account_file import RunRecord, charged_lines, ledger_line, line_of
 from dpfl_lightning.privacy.ledger.evidence import Evidence
 from dpfl_lightning.privacy.ledger.file import chain_of, charges_of
 from dpfl_lightning.privacy.ledger.verify import read, rows_of
