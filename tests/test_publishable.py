@@ -136,6 +136,7 @@ def test_a_run_that_a_ledger_describes_without_its_tables_goes_on_only_with_them
     words = ["fit", "--config", "run.yaml", *flags.split()]
     assert main(words) == 0
     assert main(words) == 0  # both are found
+    assert main(["fit", "--resume", "runs/seed_0", "--quiet"]) == 0, "a finished run returns its result"
     swapped = config.replace('krankhaft: "yes", gesund: "no"', 'krankhaft: "no", gesund: "yes"')
     (tmp_path / "run.yaml").write_text(swapped)
     capsys.readouterr()

@@ -33,10 +33,10 @@ class View:
     """The least keyed digests of a set of records in one form, a MinHash sketch (Broder, 1997).
 
     Args:
-        packed: the least digests of different records, 8 bytes each, in ascending order.
+        packed: the least digests of records that occur once, 8 bytes each, in ascending order.
         records: number of records, of which some may be equal.
-        complete: whether `packed` has the digests of all records.
-        agreement: estimated probability that two records of the population agree by chance.
+        complete: whether `packed` has the digests of all of these.
+        agreement: estimated probability that another record of the population is a given one of these.
         whole: keyed digest of all records together, in any order.
         repeat: bound of the probability that as many other records of the population are the same ones.
     """
@@ -62,7 +62,7 @@ class View:
         """Return the view of records, given by plain digests [n] uint64. Those of other kinds are never equal."""
         own = hashlib.blake2b(kind.encode(), key=key, digest_size=32).digest()
         different, counts = np.unique(records, return_counts=True)
-        keyed = sorted(_keyed(own, one) for one in different)
+        keyed = sorted(_keyed(own, one) for one in different[_copies(counts) == 1])
         whole = _keyed(own, records.sum(dtype=np.uint64)).hex()
         return cls(b"".join(keyed[:most]), len(records), len(keyed) <= most, agreement, whole, _repeat(counts))
 
@@ -210,18 +210,27 @@ def _tail(shared: int, compared: int, agreement: float, records: int) -> float:
 
 
 def _agreement(rows: np.ndarray, equal_cells: np.ndarray) -> float:
-    """Estimate how often two records of the population agree by chance, from those of a table, to the safe side.
+    """Estimate how often another record of the population is a given row that occurs once, to the safe side.
 
-    It is what pairs of rows show, at most; where none or few agree, the product of what columns show, of which each is
-    taken for as informative as half of an independent one.
+    It is what rows that occur twice show, at most; where there are few, the product of what columns show, of which each
+    is taken for as informative as half of an independent one. Rows that were filled in alike, or a table that was
+    copied, do not count as chance.
+
+    Reference: Good (1953), on the probability of what was seen once.
     """
     pairs = len(rows) * (len(rows) - 1) / 2
-    if not pairs:
+    times = _copies(np.unique(rows, return_counts=True)[1])
+    once, twice = int((times == 1).sum()), int((times == 2).sum())
+    if not pairs or not once:
         return 1.0
-    equal = float(_equal_pairs(rows[:, None])[0])
-    shown = min(1.0, (equal + 3 * math.sqrt(equal) + 3) / pairs)
+    found, most = (2 * count / (int(times.sum()) * once) for count in (twice, twice + 3 * math.sqrt(twice) + 3))
     by_columns = math.exp(float(np.log((equal_cells + 1) / (pairs + 1)).sum()) / 2)
-    return max(equal / pairs, min(shown, by_columns), _LEAST_AGREEMENT)
+    return max(min(found, 1.0), min(most, by_columns, 1.0), _LEAST_AGREEMENT)
+
+
+def _copies(counts: np.ndarray) -> np.ndarray:
+    """Return how often each record occurs, in a table of which there may be several copies in one."""
+    return counts // np.gcd.reduce(counts) if len(counts) else counts
 
 
 def _repeat(counts: np.ndarray) -> float:
