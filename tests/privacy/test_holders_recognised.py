@@ -17,12 +17,14 @@ from dpfl_lightning.commands.account import main
 from dpfl_lightning.commands.fit import main as fit
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
+from dpfl_lightning.data.raw_rows import cell_digest
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.compose import Limit
 from dpfl_lightning.privacy.ledger.account import NAMELESS
 from dpfl_lightning.privacy.ledger.account_file import RunRecord
+from dpfl_lightning.privacy.ledger.evidence import Evidence, matches
 from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 from experiments import holders
 
@@ -523,3 +525,27 @@ def test_dates_in_another_form_and_another_format_of_the_file_are_the_same(runs,
     given = {"label": "ill", "features": ["age", "crp", "sbp"], "scale": SCALE, "num_classes": 2}
     runs.run(Population.from_dataframe({"turin": tmp_path / "turin.parquet"}, **given))
     assert runs.holders() == [("bergen", "cork", "turin")]
+
+
+@pytest.mark.parametrize("rows", [100, 500])
+def test_copies_of_a_table_and_rows_filled_in_alike_hide_nobody(rows):
+    """Rows that occur often show little of their holder; those that occur once show as much as before."""
+    rng = np.random.default_rng(rows)
+    names = np.array([f"{number:06}" for number in rng.integers(0, 10**6, 3 * rows)]).reshape(rows, 3)
+    table = pandas.DataFrame(names, columns=["a", "b", "c"])
+    most = table.sample(frac=0.9, random_state=0)
+    alike = pandas.DataFrame([["0", "0", "0"]] * (rows // 5), columns=["a", "b", "c"])
+    others = {
+        "three copies": pandas.concat([most] * 3),
+        "rows filled in alike": pandas.concat([most, alike]),
+        "all of them and rows filled in alike": pandas.concat([table, alike]),
+    }
+    found = {name: bool(matches([_evidence(table), _evidence(other)], 1)[0]) for name, other in others.items()}
+    assert found == dict.fromkeys(others, True)
+    strangers = pandas.concat([table.sample(frac=0, random_state=0), alike, alike])
+    assert not matches([_evidence(pandas.concat([table, alike])), _evidence(strangers)], 1)[0]
+
+
+def _evidence(table: pandas.DataFrame) -> Evidence:
+    cells = [[cell_digest(column, value) for column, value in row.items()] for _, row in table.iterrows()]
+    return Evidence.of(np.array(cells, dtype=np.uint64), None, 1.0, b"k" * 32)
