@@ -248,6 +248,7 @@ class TappedSum:
     What user code may see and keep is as for `VmapClippedSum`, and what a rule computes of a pass is as for
     `FastClippedSum`. `padding` `[1, ...]` fills up the last pass (None: a record of the batch, for tests).
 
+    >>> from dpfl_lightning.privacy.clipping.reference import cross_entropy_of
     >>> net = nn.Linear(2, 2, bias=False)
     >>> params, x, y = {"weight": torch.zeros(2, 2)}, torch.tensor([[3.0, 4.0]]), torch.tensor([0])
     >>> TappedSum(net, cross_entropy_of(net))(params, x, y, ClipRequest(math.inf))[0]

@@ -155,6 +155,7 @@ def density(numbers: np.ndarray) -> float:
 def matches(evidence: Sequence[Evidence], since: int = 0) -> list[dict[int, Match]]:
     """Return for each client from `since` on the earlier ones that have records in common with it."""
     having: dict[bytes, dict[int, list[int]]] = {}  # digest -> clients -> their views that have it
+    of_whole: dict[str, dict[int, list[int]]] = {}  # the same of digests of all records together
     first = dict[Evidence, int]()  # clients with equal evidence are compared once
     equal: dict[int, list[int]] = {}
     found: list[dict[int, Match]] = []
@@ -166,6 +167,8 @@ def matches(evidence: Sequence[Evidence], since: int = 0) -> list[dict[int, Matc
                 for digest in _digests(view):
                     for other, views in having.get(digest, {}).items():
                         shared.update((number, other, view_of) for view_of in views)
+                for other, views in of_whole.get(view.whole, {}).items():  # though nothing in it occurs once
+                    shared.update({(number, other, view_of): 0 for view_of in views})
             best: dict[int, Match] = {}
             for (number, other, view_of), count in shared.items():
                 match = _match(one.views[number], evidence[other].views[view_of], count, one, evidence[other])
@@ -175,8 +178,10 @@ def matches(evidence: Sequence[Evidence], since: int = 0) -> list[dict[int, Matc
         equal.setdefault(known, []).append(place)
         if known == place:
             for number, view in enumerate(one.views):
-                for digest in _digests(view):
-                    owners = having.setdefault(digest, {})
+                for owners in (
+                    *(having.setdefault(one, {}) for one in _digests(view)),
+                    of_whole.setdefault(view.whole, {}),
+                ):
                     if place in owners or len(owners) < _MOST_CANDIDATES:
                         owners.setdefault(place, []).append(number)
     return found
