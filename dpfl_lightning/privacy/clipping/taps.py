@@ -251,7 +251,7 @@ class TappedSum:
     >>> from dpfl_lightning.privacy.clipping.reference import cross_entropy_of
     >>> net = nn.Linear(2, 2, bias=False)
     >>> params, x, y = {"weight": torch.zeros(2, 2)}, torch.tensor([[3.0, 4.0]]), torch.tensor([0])
-    >>> TappedSum(net, cross_entropy_of(net))(params, x, y, ClipRequest(math.inf))[0]
+    >>> TappedSum(net, cross_entropy_of(net))(params, x, y, ClipRequest(float("inf")))[0]
     tensor([[-1.5000, -2.0000,  1.5000,  2.0000]], dtype=torch.float64)
     """
 
