@@ -154,6 +154,7 @@ def _comparison(
 ) -> str:
     """Return in words what a plan would reserve, and whether `accept` takes it, or why not."""
     from dpfl_lightning.sites.node.accept import limits_of, offer_of
+    from dpfl_lightning.sites.wire import digest
 
     try:
         offer = offer_of(terms, state)
@@ -162,6 +163,8 @@ def _comparison(
         return f"It does not fit: {error}"
     words = f"It would reserve epsilon {at_most(reservation.epsilon)} and delta {at_most(reservation.delta)}"
     limits = limits_of(state.settings(), epsilon_limit, delta_limit, may_rise)
+    if digest(terms) in state.plans():
+        return f"It was accepted, and fits the records; {_left(state, limits)} is left. {outlook}".rstrip()
     words += f"; {_left(state, limits)} is left. It"
     try:
         state.check(terms, reservation, *limits)

@@ -77,15 +77,18 @@ def hospitals(tmp_path_factory):
 
 #: what a data protection officer asks, and the sentence of the page that answers it
 QUESTIONS = {
-    "who sees what": "the operator of the server, who is not trusted every single noisy release, the name of this "
-    "site, its number of records, its budget, that it takes part, and when it answers records, noise, exact scores, "
-    "anything before noise was added",
+    "who sees what": "the operator of the server, who is not trusted every single noisy release, and of this site: its "
+    "name, number of records for training, names and scales of columns, classes, budget, that it takes part, and when "
+    "it answers records, noise, exact scores, anything before noise was added",
     "worst case": "somebody who knows all other records, and tosses a coin on whether this one was in the data, is "
     "right in 50 of 100 cases. With all that this site would send in this run they are right in at most 95.3 of 100",
     "what epsilon 3 means": "Experts write this promise as epsilon 3 and delta 0.001 : the factor is exp(epsilon), 21, "
     "and delta is the probability of the exception.",
-    "deletion": "the records themselves at any time: the node keeps no copy of them, and without them it refuses to "
-    "answer",
+    "deletion": "data_key, releases/, scores.json, report.html, private.json, error.log once the study has ended, and "
+    "at the latest then: with data_key, guesses of records could be tried",
+    "withdrawal of a person": "it no longer fits and is refused: what it reserved stays reserved, the site sets up a "
+    "new node whose limit is smaller by that, and all sites need a new plan. If they are held out, the node goes on "
+    "without them.",
     "withdrawal": "from then on the node refuses the server. What was sent cannot be called back",
     "audit": "the operator of this site dpfl node verify NODE; dpfl node status NODE compares the ledger with the "
     "accepted plan; shows all plans and the limit",
@@ -94,7 +97,7 @@ QUESTIONS = {
     "0.001: at most 21 times as likely, except with probability 1 in 1,000, and right in at most 95.3 of 100 cases.",
     "collusion": "If all of these sites and the server put together what they know (collusion), the promise of "
     "section 1 is the same",
-    "what changed since the last plan": "This is the first plan at this site.",
+    "what changed since the last plan": "This is the first plan at this node.",
 }
 
 
@@ -118,7 +121,7 @@ def test_the_page_says_what_is_signed(hospitals, capsys):
         "88.1 of 100 cases",
         "epsilon 2 and delta 0.001",
         "60 records of this site",
-        "age, sex; no other column is read for the model",
+        "age, sex; beside them only the label and, if there is one, the column that names persons",
         "died (no, yes)",
         "'logistic', a model of dpfl_lightning, which the server chose",
         "dijon 60 records epsilon 4, delta 0.001",
@@ -187,11 +190,11 @@ def test_what_changed_since_the_last_plan_is_said(tmp_path):
     again = dataclasses.replace(first, run="0" * 32)
     page = words_of(shown(state, again, tmp_path))
     assert (
-        f"Compared with the plan {digest(first)[:12]}, which this site accepted last, only the name of the run" in page
+        f"Compared with the plan {digest(first)[:12]}, which this node accepted last, only the name of the run" in page
     )
     second = planned(tmp_path, rounds=3, privacy={"epsilon": [1, 4]}, clients={"count": 2})
     page = words_of(shown(state_of(tmp_path / "two", 0, key=None, sites=2), second, tmp_path))
-    assert "This is the first plan at this site." in page
+    assert "This is the first plan at this node." in page
     third = planned(tmp_path, rounds=3, privacy={"epsilon": [1, 4, 8]}, model={"name": "convnet"})
     page = words_of(shown(state, third, tmp_path))
     for part in (
@@ -212,8 +215,9 @@ def test_without_the_rows_of_one_person_the_plan_is_refused(tmp_path):
     file = tmp_path / "cork.csv"
     file.write_text("".join(line for line in file.read_text().splitlines(True) if ",cork7," not in line))
     assert "must have the public facts of this site" in Node(cork, open_study).problem(digest(terms))
-    assert "starts the node again. The plan, which states the number of records" in words_of(
-        shown(cork, terms, tmp_path)
+    assert (
+        "starts the node again. If they are among the records for training, whose number the plan states"
+        in words_of(shown(cork, terms, tmp_path))
     )
 
 

@@ -78,7 +78,7 @@ def test_shown_plans_are_compared_with_the_limit(said):
     assert "epsilon 3 of 3" in shown and "It fits." in shown
     assert "0 accepted plans" in said("status")
     said("accept", "--epsilon_limit", 3)
-    assert "does not fit: `PLAN` must be a plan that was not accepted before" in said("accept", "--show")
+    assert "It was accepted, and fits the records; epsilon 1 of 3" in said("accept", "--show")
 
 
 def test_a_plan_of_another_key_is_shown_as_one_that_does_not_fit(terms, said, tmp_path):

@@ -78,7 +78,7 @@ def _plan(state: StateFolder, terms: Terms, verdict: str = "", contact: str = ""
         others=others[:_MOST_SITES],
         more_others=f"{len(others) - _MOST_SITES:,} more are in the plan. " if stated else "",
         together=_together(state, Reservation(cost.epsilon, cost.delta, client, 0), is_accepted),
-        verdict="" if is_accepted else verdict,
+        verdict=verdict,
         since=since,
         changes=changes,
         contact=f"Contact for questions about this study: {contact}." if contact else _NO_CONTACT,
@@ -99,7 +99,8 @@ def _stage(reserved: Reservation | bool) -> str:
 def _columns(site: Site) -> str:
     columns = site.schema.get("columns")
     if columns:
-        return f"{', '.join(map(str, columns))}; no other column is read for the model"
+        besides = "beside them only the label and, if there is one, the column that names persons"
+        return f"{', '.join(map(str, columns))}; {besides}"
     return f"none by name: records are numbers of shape {record_shape(site.inputs)}"
 
 
@@ -162,13 +163,13 @@ def _changes(state: StateFolder, terms: Terms, client: int) -> tuple[str, list[t
     own = state.plan_folder(this) / "plan.json"
     before = [file for file in accepted if not own.exists() or file.stat().st_mtime < own.stat().st_mtime]
     if not before:
-        return "This is the first plan at this site.", []
+        return "This is the first plan at this node.", []
     last = max(before, key=lambda file: file.stat().st_mtime)
     old = read_terms(last)
     one, other = _compared(old, client_of(old, state.settings().name)), _compared(terms, client)
     both = [*dict.fromkeys([*one, *other])]
     changes = [(what, one.get(what, "-"), other.get(what, "-")) for what in both if one.get(what) != other.get(what)]
-    compared = f"Compared with the plan {last.parent.name[:12]}, which this site accepted last"
+    compared = f"Compared with the plan {last.parent.name[:12]}, which this node accepted last"
     if digest(dataclasses.replace(terms, run=old.run)) == digest(old):
         return f"{compared}, only the name of the run differs.", []
     more = f" {counted(len(changes) - _MOST_CHANGES, 'further option')} differ, too." * (len(changes) > _MOST_CHANGES)
