@@ -252,7 +252,9 @@ def leaves_vmap(net: nn.Module, sample_loss: SampleLoss | None) -> str:
     given = [getattr(owner, name, None) for name in ("given_loss", "given_output")] if owner else [sample_loss]
     parts = [*net.modules(), *(part for one in given if isinstance(one, nn.Module) for part in one.modules())]
     waiting: list[Any] = [one for part in parts for one in (*type(part).__mro__, *vars(part).values())]
-    waiting += [one for one in given if one is not None and not isinstance(one, nn.Module)]
+    waiting += [*parts, *(one for one in given if one is not None and not isinstance(one, nn.Module))]
+    if compiled := next((one for one in waiting if isinstance(one, _COMPILED)), None):
+        return type(compiled).__name__
     seen = set[int]()
     while waiting:
         one = waiting.pop()
@@ -279,6 +281,7 @@ def _operators_with_rules() -> Iterator[str]:
 
 
 _INTERNAL = frozenset({"_functorch", "get_unwrapped", "DisableTorchFunction", "saved_tensors_hooks"}) | {
+    "debug_unwrap",
     "_pop_mode_temporarily",
     "_pop_mode",
     "_pop_torch_function_stack",
@@ -314,6 +317,11 @@ def _referred(function: Callable[..., Any]) -> Iterator[Any]:
             continue
 
 
+_COMPILED = (torch.jit.ScriptFunction, torch.jit.ScriptModule)  # whose calls no mode watches
+_SEES_ALL = (torch.func.debug_unwrap,)  # public, and returns the records behind a tensor
+
+
 def _is_internal(value: Any) -> bool:
     name = value.__name__ if isinstance(value, types.ModuleType) else str(getattr(value, "__module__", ""))
-    return name.startswith(("torch._C._functorch", "torch._functorch"))
+    internal = name.startswith(("torch._C._functorch", "torch._functorch")) or isinstance(value, _COMPILED)
+    return internal or any(value is one for one in _SEES_ALL)

@@ -41,7 +41,7 @@ from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.layer_rules import ByName, Dense, Grads, Outer, conv1d_rule, conv2d_rule
 from dpfl_lightning.privacy.clipping.operator_rules import argument_names, operator_gradients
 from dpfl_lightning.privacy.clipping.parameter_uses import added
-from dpfl_lightning.privacy.clipping.passes import Batch, checksums, passes
+from dpfl_lightning.privacy.clipping.passes import Batch, checksum, checksums, passes
 from dpfl_lightning.privacy.clipping.reads import READS, place_of_code
 from dpfl_lightning.privacy.clipping.reference import (
     DEFAULT_SIZE,
@@ -143,7 +143,13 @@ class TappedCalls(WatchedCalls):
         if func in _OPERATORS and self.tapping:
             named = {**dict(zip(argument_names(func), args, strict=False)), **kwargs}
             own = {argument: self._names[id(one)] for argument, one in named.items() if id(one) in self._names}
-            if own and functorch.maybe_current_level() == self._level and _fits(func, named, own, self._params):
+            once = len(set(own.values())) == len(own)  # a tap has one gradient of a parameter
+            if (
+                own
+                and once
+                and functorch.maybe_current_level() == self._level
+                and _fits(func, named, own, self._params)
+            ):
                 return self._tapped(func, args, kwargs, named, own)
         if func in _DIFFERENTIATING:
             self.untapped = func.__name__
@@ -170,6 +176,7 @@ class TappedCalls(WatchedCalls):
         """Return what a function reads: of the public record."""
         if functorch.maybe_current_level() != self._level:
             raise LeftVmap(f"`{func.__name__}` reads a number within another transform")
+        self.require_no_error()  # what is read afterwards may follow from another record's error
         numbers, value_of = _behind(func, args, kwargs)
         if numbers is None:
             return False
@@ -408,17 +415,27 @@ class TappedSum:
         return {name: form.first(count) for name, form in found.items()}, self._calls.differ() | outside
 
     def _of_a_pass(self, params: Params, wanted: Params, x: Inputs, y: Tensor) -> ByName:
-        """Return the gradients of a pass by parameter, without taps if they need derivatives of gradients."""
+        """Return the gradients of a pass by parameter, without taps if they need derivatives of gradients.
+
+        Code may change its inputs in place, so that each attempt gets copies.
+        """
+        before = self._checksums(params)
         for tapping in (True, False):
             self._calls.tapping = tapping
-            direct, taps = self._differentiated(params, wanted, x, y)
+            direct, taps = self._differentiated(params, wanted, *tree_map(lambda part: part.clone(), (x, y)))
             self._calls.require_no_error()
             self._watch.check()
+            changed = [name for name, now in self._checksums(params).items() if now != before[name]]
+            must = "leave its parameters as they are in a pass"
+            require(not changed, "model", must, ", ".join(changed), "Each pass would change those of the next one.")
             if len(self._calls.reads) < len(self._calls.script or ()):
                 raise OtherReads("fewer numbers are read")
             if not self._calls.untapped and all(tap.x._version == tap.version for tap, _ in taps):
                 break
         return self._joined(direct, taps, wanted)
+
+    def _checksums(self, params: Params) -> dict[str, tuple[int, int]]:
+        return {name: (p._version, checksum(p)) for name, p in params.items()}
 
     def _differentiated(
         self, params: Params, wanted: Params, x: Inputs, y: Tensor

@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 TORCHS = frozenset({"aten", "prims", "prim", "flex_lib"})  # namespaces of operators
 
 
-class LeftVmap(Exception):
+class LeftVmap(RuntimeError):
     """Code that runs under `vmap` calls what may see all records of the pass, or goes on after an error of one."""
 
 
@@ -73,10 +74,20 @@ custom_function_call.functorch_table[TransformType.Vmap] = _of_function
 
 def _require_no_code(func: Any, types: Any, values: Sequence[Any]) -> None:
     """Raise LeftVmap if a function of torch would run a user's code, which no mode watches within it."""
-    own = [kind.__name__ for kind in types if kind not in _TENSORS]
+    own = [] if _is_of_torch(func) else [getattr(func, "__name__", str(func))]
+    own += [kind.__name__ for kind in types if kind not in _TENSORS]
     own += [getattr(one, "__name__", type(one).__name__) for one in values if callable(one) and not _is_type(one)]
     if own:
         raise LeftVmap(f"`{getattr(func, '__name__', func)}` runs code of `{own[0]}`")
+
+
+def _is_of_torch(func: Any) -> bool:
+    """Return whether a function, and each one that it wraps, is torch's: others may be given to its dispatcher."""
+    while func is not None:
+        if isinstance(func, FunctionType) and not func.__globals__.get("__name__", "").startswith("torch"):
+            return False
+        func = getattr(func, "__wrapped__", None)
+    return True
 
 
 def _is_type(value: Any) -> bool:
@@ -202,6 +213,8 @@ def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
         packet = func
     name = getattr(packet, "__name__", "")
     given = [*args, *kwargs.values()]
+    if name == "roll" and isinstance(args[0], Tensor) and args[0].dim() == 0:
+        raise LeftVmap("`roll` of a number rolls the records")
     if (name in _TABLES and sum(map(is_batched, given)) > 1) or (name in _FILLS and any(map(is_batched, given[1:]))):
         raise LeftVmap(f"`{name}` reaches the numbers of other records by an index beyond its own")
 

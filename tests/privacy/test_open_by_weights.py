@@ -1,0 +1,172 @@
+"""Code that the weights of a server turn on: no record feels another one, and gradients are right or refused.
+
+The checks before a run see ordinary models. `first.weight` above 20 opens a branch.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
+from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, cross_entropy_of
+
+X, Y = torch.randn(41, 6, generator=torch.Generator().manual_seed(0)), torch.arange(41) % 3
+
+
+class Ordinary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.head, self.scale = nn.Linear(6, 8), nn.Linear(8, 3), nn.Parameter(torch.ones(8))
+
+    def changed(self, h, x):
+        return h
+
+    def forward(self, x):
+        opened = self.first.weight.detach().abs().max() > 20
+        h = torch.relu(self.first(x))
+        return self.head((self.changed(h, x) if opened else h) * self.scale)
+
+
+class DebugUnwrap(Ordinary):
+    def changed(self, h, x):
+        return h - torch.func.debug_unwrap(h, recurse=True).detach().reshape(-1, 8).mean(0)
+
+
+def mixing(h):
+    return h * (3.0 if torch._is_all_true(h.detach() < 500) else -3.0)
+
+
+class Handled(Ordinary):
+    def changed(self, h, x):
+        return torch.overrides.handle_torch_function(mixing, (h,), h)
+
+
+wrapped = torch.overrides.wrap_torch_function(lambda h: (h,))(mixing)
+
+
+class Wrapped(Ordinary):
+    def changed(self, h, x):
+        return wrapped(h)
+
+
+@torch.jit.script
+def scripted(h):
+    return torch.where(torch._is_all_true(h.detach() < 500), h * 3.0, h * -3.0)
+
+
+class Scripted(Ordinary):
+    def changed(self, h, x):
+        return scripted(h)
+
+
+class Rolled(Ordinary):
+    def changed(self, h, x):
+        return h - h.mean().roll(1)
+
+
+class Negated(Ordinary):
+    def changed(self, h, x):
+        with torch.no_grad():
+            self.head.weight.mul_(-1.0)
+        return h
+
+
+class NegatedData(Ordinary):
+    def changed(self, h, x):
+        self.head.weight.data.mul_(-1.0)
+        return h
+
+
+class Tried(Ordinary):
+    """An operator that fails for one record, and code that goes on and then reads a number."""
+
+    def changed(self, h, x):
+        try:
+            torch.linalg.cholesky(torch.eye(2) * (1e3 - x[:, :1, None].abs()))
+            sign = 1.0
+        except RuntimeError:
+            sign = -1.0
+        return h * (sign if bool((h[0] > 0).any()) else 2 * sign)
+
+
+class ChangedInputs(nn.Module):
+    """In place on its inputs; the way of most records is an error for the first one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        place = (x > 1e3).any(1).long()
+        if self.first.weight.detach().abs().max() > 20:
+            x.mul_(-3.0)
+        if (place == 0).all():
+            h = torch.relu(self.first(x))
+            return self.head(h.gather(1, (8 * place)[:, None].expand(-1, 8)) + h)
+        return self.head(torch.relu(self.second(x)))
+
+
+def opened(net: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of a net, with which its branch is open."""
+    return {
+        name: 60 * p.detach() if name == "first.weight" else p.detach().clone() for name, p in net.named_parameters()
+    }
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [DebugUnwrap, Handled, Wrapped, Scripted, Rolled, Negated, NegatedData, Tried, ChangedInputs],
+    ids=lambda kind: kind.__name__,
+)
+def test_a_record_moves_a_sum_by_at_most_its_norm(kind):
+    """Or nothing is computed: the first record is another one than the others in each branch."""
+    torch.manual_seed(0)
+    net, x = kind(), torch.cat([torch.full((1, 6), 5000.0), X[1:]])
+    clipped_sum, _ = clipped_sum_for(net, None, X[:0], Y[:0])
+    params, request = opened(net), ClipRequest(1.0)
+    before = {name: p.clone() for name, p in params.items()}
+    try:
+        moved = clipped_sum(params, x, Y, request)[0] - clipped_sum(params, x[1:], Y[1:], request)[0]
+    except UserError as error:
+        assert "`model` must" in str(error)
+    else:
+        assert moved.norm() <= 1 + 1e-6
+        assert all(torch.equal(before[name], p) for name, p in params.items())
+
+
+class SameTwice(Ordinary):
+    def changed(self, h, x):
+        return F.layer_norm(h, (8,), self.scale, self.scale)
+
+
+class SameTwiceInGroups(Ordinary):
+    def changed(self, h, x):
+        return F.group_norm(h, 2, self.scale, self.scale)
+
+
+class ChangedTwice(Ordinary):
+    """In place on its inputs, with a gradient of a gradient, which takes a second pass."""
+
+    def changed(self, h, x):
+        h = h + x.mul_(2.0).repeat(1, 2)[:, :8]
+        (g,) = torch.autograd.grad(torch.tanh(h * self.scale).square().sum(), h, create_graph=True)
+        return h + g
+
+
+@pytest.mark.parametrize("kind", [SameTwice, SameTwiceInGroups, ChangedTwice], ids=lambda kind: kind.__name__)
+def test_gradients_are_those_of_the_loop_or_refused(kind):
+    torch.manual_seed(0)
+    net = kind().double()
+    clipped_sum, _ = clipped_sum_for(net, None, X[:0].double(), Y[:0])
+    params, each = opened(net), ClipRequest(math.inf, 2, torch.arange(len(Y)), len(Y))
+    try:
+        found = clipped_sum(params, X.double(), Y, each)[0]
+    except UserError as error:
+        assert "`model` must run" in str(error)
+        return
+    expected = LoopClippedSum(net, cross_entropy_of(net))(params, X.double(), Y, each)[0]
+    assert torch.allclose(found, expected, rtol=1e-6, atol=1e-12)
