@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 
+import dpfl_lightning
 from dpfl_lightning import loop
 from dpfl_lightning.commands.evaluate import main as evaluate
 from dpfl_lightning.commands.fit import main as fit
@@ -129,9 +130,8 @@ def test_a_run_built_in_python_goes_on_in_python(tmp_path, refused, make_loop, c
     loop.run()
     text = capsys.readouterr().out
     assert "dpfl_lightning evaluate" not in text
-    (line,) = re.findall(r"(net\.load_state_dict.*)  \(in Python\)", text)
-    net = copy.deepcopy(loop.module.net)
-    exec(line, {"torch": torch, "net": net})
+    (line,) = re.findall(r"(net = dpfl_lightning\.load_model.*)  \(in Python\)", text)
+    exec(line, {"dpfl_lightning": dpfl_lightning, "net": copy.deepcopy(loop.module.net)})
     for command, words in ((fit, ["--resume", str(tmp_path / "run")]), (evaluate, [str(tmp_path / "run")])):
         error = refused(command, *words)
         assert "run was built in Python" in error and "run(resume=True)" in error

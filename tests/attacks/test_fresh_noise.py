@@ -33,12 +33,15 @@ RATE = 0.25
 
 
 def run_of(folder, seen=None, *, module=None, seed=0, rounds=3, parts=(), rate=RATE, **privacy) -> FederatedLoop:
-    """A loop of four clients with full batches, one step a round, and no budget but the schedule's."""
+    """A loop of four clients with full batches, one step a round, and no budget but the schedule's.
+
+    No account tells a copy what the run has spent: it would leave nothing for its rounds.
+    """
     return small_loop(
         module=module,
         rounds=rounds,
         clients=ClientOptions(count=4, batch_size=None, learning_rate=rate),
-        privacy=PrivacyOptions(**{"noise_multiplier": NOISE, "delta": 1e-3, **privacy}),
+        privacy=PrivacyOptions(**{"noise_multiplier": NOISE, "delta": 1e-3, "account": None, **privacy}),
         parts=[*parts, *([] if seen is None else [seen])],
         seed=seed,
         output_dir=folder,

@@ -9,7 +9,7 @@ import pytest
 from conformance.adapters import Replaced, UpperBounds, calibrated
 from dp_accounting import dp_event, gaussian_mechanism_test, mechanism_calibration_test, privacy_accountant_test
 from dp_accounting.pld import accountant_test, pld_privacy_accountant, pld_privacy_accountant_test
-from dp_accounting.privacy_accountant import NeighboringRelation, OperatedAccountant
+from dp_accounting.privacy_accountant import NeighboringRelation, PrivacyAccountant
 from dp_accounting.rdp import rdp_privacy_accountant_test
 
 from dpfl_lightning.privacy.accounting import rdp as our_rdp
@@ -61,7 +61,7 @@ def translated(event: dp_event.DpEvent, count: int = 1) -> list[Event]:
     raise Untranslated(event)
 
 
-class Adapter(OperatedAccountant):
+class Adapter(PrivacyAccountant):
     """One of our accountants as an accountant of dp-accounting."""
 
     def __init__(self, ours: Accountant, orders=(), relation=NeighboringRelation.ADD_OR_REMOVE_ONE) -> None:
@@ -129,7 +129,7 @@ def delta_of(orders, rdp, epsilon):
     return delta, converted(orders, rdp, delta)[1]
 
 
-class RdpValues(UpperBounds, rdp_privacy_accountant_test.RdpOperatedAccountantTest):
+class RdpValues(UpperBounds, rdp_privacy_accountant_test.RdpPrivacyAccountantTest):
     module = rdp_privacy_accountant_test
     names = {  # noqa: RUF012
         "rdp_privacy_accountant": SimpleNamespace(
@@ -177,7 +177,7 @@ def pld_accountant(name):
 def classes_for(name: str) -> type:
     """Return the tests of one accountant: the contract, and the values if it is tight."""
     if name != "pld":
-        return type(f"Contract_{name}", (Contract, privacy_accountant_test.OperatedAccountantTest), {"name": name})
+        return type(f"Contract_{name}", (Contract, privacy_accountant_test.PrivacyAccountantTest), {"name": name})
     swapped = SimpleNamespace(PLDAccountant=pld_accountant(name), NeighborRel=pld_privacy_accountant.NeighborRel)
     left_out = {
         ".*(randomized|discrete_laplace|mixture|truncated|rr_composition)": NO_MECHANISM,
@@ -194,7 +194,7 @@ def classes_for(name: str) -> type:
         "names": {"pld_privacy_accountant": swapped},
         "left_out": left_out,
     }
-    return type(f"Pld_{name}", (Contract, UpperBounds, pld_privacy_accountant_test.PldOperatedAccountantTest), members)
+    return type(f"Pld_{name}", (Contract, UpperBounds, pld_privacy_accountant_test.PldPrivacyAccountantTest), members)
 
 
 globals().update({f"Accountant_{name}": classes_for(name) for name in ACCOUNTANTS})

@@ -170,3 +170,31 @@ def test_gradients_are_those_of_the_loop_or_refused(kind):
         return
     expected = LoopClippedSum(net, cross_entropy_of(net))(params, X.double(), Y, each)[0]
     assert torch.allclose(found, expected, rtol=1e-6, atol=1e-12)
+
+
+class Powers(nn.Module):
+    """A function with other code at the end of a loop over numbers, of which each record has `width`."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.head = nn.Linear(6, width), nn.Linear(width, 3)
+
+    def forward(self, x):
+        h = self.first(x)
+        opened = self.first.weight.detach().abs().max() > 20
+        return self.head(h.abs().add(0.1).pow(1.7) if opened else torch.relu(h))
+
+
+@pytest.mark.parametrize("width", [5, 7])
+@pytest.mark.parametrize("expected", [2.0, 6.0, 20.0])
+def test_no_record_is_at_the_end_of_a_loop_that_weights_turn_on(width, expected):
+    torch.manual_seed(0)
+    clipped_sum, _ = clipped_sum_for(Powers(width), None, X[:0], Y[:0])
+    for seed in range(4):
+        draw = torch.Generator().manual_seed(seed)
+        params = {name: torch.randn(p.shape, generator=draw) for name, p in Powers(width).named_parameters()}
+        params["first.weight"][:, 1:] *= 0.3
+        params["first.weight"][0, 0] = 21.0
+        each = [ClipRequest(math.inf, 2, torch.arange(count), count, expected=expected) for count in (41, 40)]
+        whole, rest = clipped_sum(params, X, Y, each[0])[0], clipped_sum(params, X[1:], Y[1:], each[1])[0]
+        assert torch.equal(whole[1:], rest)

@@ -163,6 +163,7 @@ def clipped_sum_for(
     with _drawing_nothing(net):
         passes, trials = passes_of(net, sample_loss, example_x, example_y)
         users_code = users_code or beside_records(net, sample_loss, moved_parameters(net), passes.examples)
+        passes.any_operator = bool(users_code)
         kind, reason = _kind_of(net, sample_loss, trials, passes, users_code)
         clipped_sum = CheckedSum(net, sample_loss, passes, kind)
         if reason.startswith("fast") and isinstance(clipped_sum.choose(), LoopClippedSum):
@@ -189,6 +190,7 @@ def vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, example_x: Records, ex
     """Return the reference of a run: `VmapClippedSum`, or the loop where `vmap` cannot run the model."""
     with _drawing_nothing(net):
         passes, _ = passes_of(net, sample_loss, example_x, example_y)
+        passes.any_operator = bool(code_of_users(net, sample_loss))
         loop = CheckedSum(net, sample_loss, passes, None)
         changed = _changed_in_a_pass(net, sample_loss, passes)
         clipped_sum = loop if changed else _vmap_or_loop(net, sample_loss, passes)

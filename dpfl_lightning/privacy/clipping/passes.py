@@ -31,6 +31,7 @@ SIZES = (4, *range(8, 97, 8))  # records of a pass
 PASS_COST = 20.0  # fixed cost of a pass of a small model, in records of padding
 PASS_FLOPS = 8e8  # of products, which take as long as the fixed cost of a pass: 4 and 6 records of two ResNets
 FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)  # with which a user's code may refuse records
+_OF_ANY_WIDTH = 32  # records whose numbers fill whole registers, however many each of them has
 _COMPARED = 64  # records of the check of a size, of models that are not large
 _QUANTILES = [NormalDist().inv_cdf((2 * number + 1) / 32) for number in range(16)]
 _COMPANY = (float("nan"), float("inf"), 1e30, 1e-40, 0.0)  # what hostile records are filled with
@@ -140,13 +141,13 @@ class FixedPasses:
     `examples` are public records x `[n, *X]`, y `[n, ...]`, more than the largest size; the first is the padding.
     `most` records of a pass fit the caches, a pass costs as much as `cost` records, `enter` gives records the memory
     format that suits the model, and `draws` tells whether the model draws random numbers. The batch of a check may have
-    `crowd` records.
+    `crowd` records. If weights may call `any_operator`, no loop over records of any width may end within one.
     """
 
     def __init__(self, examples: Batch, sizes: Sequence[int] = SIZES) -> None:
         self.examples, self.most, self.cost, self.crowd = examples, max(sizes), PASS_COST, SIZES[-1]
         self.enter: Callable[[Inputs], Inputs] = lambda x: x
-        self.draws = False
+        self.draws = self.any_operator = False
         self.padding = take(examples, [0])
         self._sizes = sizes
         self._whole: dict[Hashable, list[int]] = {}
@@ -178,6 +179,8 @@ class FixedPasses:
         for largest in (fitting, max(self._sizes)):
             with one_thread_an_operator():
                 multiple = multiple_of(self._of_records(rows_of), largest)
+            if multiple and self.any_operator and max(self._sizes) >= _OF_ANY_WIDTH:
+                multiple = math.lcm(multiple, _OF_ANY_WIDTH)
             whole = [size for size in self._sizes if multiple and size % multiple == 0]
             if not whole or whole[0] <= largest:
                 break
