@@ -70,7 +70,8 @@ class Checkout:
     def start(self, *words: str, command: str = "fit", module: str | None = None) -> subprocess.Popen[str]:
         """A command of this checkout, its output in one pipe."""
         called = ["dpfl_lightning", command] if module is None else [module]
-        threads = {"OMP_NUM_THREADS": "1", "DPFL_DATA": str(self.scratch / "cache"), "COLUMNS": "100"}
+        own = {"DPFL_DATA": str(self.scratch / "cache"), "DPFL_ACCOUNT": str(self.scratch / "account.jsonl")}
+        threads = {"OMP_NUM_THREADS": "1", "COLUMNS": "100", **own}
         return subprocess.Popen(
             [sys.executable, "-m", *called, *words],
             cwd=self.scratch,
