@@ -279,6 +279,7 @@ class TappedSum:
         self._watch = Watch(owners_of(net, sample_loss), under_vmap=True, calls=self._calls)
         self.direct: set[str] = set()  # parameters that were differentiated directly
         self.tapped: set[str] = set()
+        self._before: dict[str, tuple[int, int]] = {}  # version and checksum of each parameter
         self.widest = 1  # numbers of the largest input of a tap, for one record
 
     @torch.no_grad()
@@ -294,7 +295,7 @@ class TappedSum:
     ) -> tuple[Tensor, Tensor]:
         wanted, left = request.chosen(params), torch.arange(len(y))
         totals, norms = Totals(wanted, request.zeros(wanted)), y.new_empty(len(y), dtype=summing_dtype(_first(wanted)))
-        self._watch.begin()
+        self._begin(params)
         for number, script in enumerate(scripts[: None if self.size_of_few > 1 else 1]):
             batch_x, batch_y = (x, y) if number == 0 else take((x, y), left)
             size, others = self.size_of_few if number else self.size, [left[:0]]
@@ -329,7 +330,7 @@ class TappedSum:
     @torch.no_grad()
     def script_of(self, params: Params, x: Inputs, y: Tensor) -> Script:
         """Return what code reads of a public record, of which there may be copies."""
-        self._watch.begin()
+        self._begin(params)
         self._calls.script = None
         self._of_a_pass(params, params, x, y)
         return self._calls.reads
@@ -345,7 +346,7 @@ class TappedSum:
         self, params: Params, x: Inputs, y: Tensor, count: int, number: int = 0
     ) -> tuple[ByName, Tensor]:
         """Return the gradients of the first `count` records of a pass, and which records differ from this script."""
-        self._watch.begin()
+        self._begin(params)
         return self._gradients(params, params, x, y, count, self.scripts[number], number)
 
     @torch.no_grad()
@@ -354,7 +355,7 @@ class TappedSum:
         filled, norms, found = count if y.device.type == "cpu" else len(y), torch.zeros(count), list[Tensor]()
         scripts: Sequence[Script] = self.scripts
         for number in range(len(scripts)):
-            self._watch.begin()
+            self._begin(params)
             try:
                 by_name, differ = self._gradients(params, params, x, y, filled, scripts[number], number)
             except OtherReads:
@@ -419,13 +420,12 @@ class TappedSum:
 
         Code may change its inputs in place, so that each attempt gets copies.
         """
-        before = self._checksums(params)
         for tapping in (True, False):
             self._calls.tapping = tapping
             direct, taps = self._differentiated(params, wanted, *tree_map(lambda part: part.clone(), (x, y)))
             self._calls.require_no_error()
             self._watch.check()
-            changed = [name for name, now in self._checksums(params).items() if now != before[name]]
+            changed = [name for name, p in params.items() if self._before[name] != (p._version, checksum(p))]
             must = "leave its parameters as they are in a pass"
             require(not changed, "model", must, ", ".join(changed), "Each pass would change those of the next one.")
             if len(self._calls.reads) < len(self._calls.script or ()):
@@ -434,8 +434,10 @@ class TappedSum:
                 break
         return self._joined(direct, taps, wanted)
 
-    def _checksums(self, params: Params) -> dict[str, tuple[int, int]]:
-        return {name: (p._version, checksum(p)) for name, p in params.items()}
+    def _begin(self, params: Params) -> None:
+        """Note before the first pass what no pass may change."""
+        self._watch.begin()
+        self._before = {name: (p._version, checksum(p)) for name, p in params.items()}
 
     def _differentiated(
         self, params: Params, wanted: Params, x: Inputs, y: Tensor
