@@ -164,7 +164,7 @@ def _comparison(
     words = f"It would reserve epsilon {at_most(reservation.epsilon)} and delta {at_most(reservation.delta)}"
     limits = limits_of(state.settings(), epsilon_limit, delta_limit, may_rise)
     if digest(terms) in state.plans():
-        return f"It was accepted, and fits the records; {_left(state, limits)} is left. {outlook}".rstrip()
+        return f"It was accepted, and fits the records; {_left(state, limits)} is left."
     words += f"; {_left(state, limits)} is left. It"
     try:
         state.check(terms, reservation, *limits)

@@ -87,8 +87,8 @@ QUESTIONS = {
     "deletion": "data_key, releases/, scores.json, report.html, private.json, error.log once the study has ended, and "
     "at the latest then: with data_key, guesses of records could be tried",
     "withdrawal of a person": "it no longer fits and is refused: what it reserved stays reserved, the site sets up a "
-    "new node whose limit is smaller by that, and all sites need a new plan. If they are held out, the node goes on "
-    "without them.",
+    "new node whose limits are smaller by all that this node has reserved for its plans (section 5), and all sites "
+    "need a new plan. If they are held out, the node goes on without them.",
     "withdrawal": "from then on the node refuses the server. What was sent cannot be called back",
     "audit": "the operator of this site dpfl node verify NODE; dpfl node status NODE compares the ledger with the "
     "accepted plan; shows all plans and the limit",
