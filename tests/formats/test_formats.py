@@ -123,6 +123,15 @@ def test_the_sample_of_a_model_is_read():
     small_net().load_state_dict(read_safetensors(HERE / "run" / "model.safetensors")[0])
 
 
+def forget_folder(path: Path) -> None:
+    """Replace the folder of the samples in a chained file, whose lines follow each other again."""
+    lines, chain = [], ledger.NO_CHAIN
+    for line in path.read_bytes().splitlines(keepends=True):
+        lines.append(ledger.sealed(line[: -ledger._TAIL].replace(str(HERE).encode(), b"/samples"), chain))
+        chain = ledger.chain_of(lines[-1])
+    path.write_bytes(b"".join(lines))
+
+
 def write_samples() -> None:
     """A run of two rounds, its account, a distilled set, the files of three sites and of a node, and messages."""
     import sites
@@ -141,6 +150,7 @@ def write_samples() -> None:
     account.accept()
     account.add(Path("run/ledger.jsonl"))
     account.limit("clients without names", Limit(8.0, 1e-5))
+    forget_folder(account.path)
     DistilledSet(torch.zeros(2, 1, 2, 2), torch.arange(2), {"rounds": 5}).save(HERE / "set")
     (HERE / "sites").mkdir()
     terms = sites.planned(HERE)

@@ -250,10 +250,8 @@ class Budgets:
             kinds, composed, self.accountant.bounds(counted), strict=True
         ):
             planned = [line.event for line in schedules[place].planned]  # also before the first release
-            words, stated = (
-                sampling_words(planned, drawn),
-                (epsilon, method if instead is None else f"{method}, {FILTER}"),
-            )
+            words = sampling_words(planned, drawn)
+            stated = epsilon, method if instead is None else f"{method}, {FILTER}"
             promises.append(guarantee(events, delta, self.accountant, words, (), stated, self._most_records))
         together = {} if self.account is None else self.account.together()
         stated_with, place_of = numbered([(kind, together.get(client)) for client, kind in enumerate(kind_of)])

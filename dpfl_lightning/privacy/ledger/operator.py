@@ -96,6 +96,7 @@ class OperatedAccount(PrivacyAccount):
         (ledger,) = read([path]).ledgers
         header, everyone = ledger.verified.header, range(len(ledger.events))
         clients = [client for client in everyone if header.planned or ledger.events[client]]
+        filters = header.filters
         plans, named = header.planned or ((),) * len(header.delta), bool(header.identity.get("names"))
         entry = RunRecord(
             run=header.run,
@@ -108,7 +109,7 @@ class OperatedAccount(PrivacyAccount):
             planned=tuple(tuple((event, 1) for event in plans[client]) for client in clients),
             evidence=(Evidence(),) * len(clients),
             rows=(rows_of(header),) * len(clients),
-            filters=tuple(header.filters[client] for client in clients),
+            filters=tuple(filters[client] for client in clients),
             whole=bool(header.planned),
         )
         with self._locked() as file:
