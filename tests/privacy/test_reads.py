@@ -1,8 +1,4 @@
-"""What a model reads of records decides nothing: in a pass every read gives what it gave for public records."""
-
-import math
-import warnings
-from contextlib import nullcontext
+"""Code that reads numbers of records has the gradients of the loop, whatever the others of a pass are."""
 
 import pytest
 import torch
@@ -12,13 +8,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
-from dpfl_lightning.privacy.clipping.layer_rules import Unsupported
-from dpfl_lightning.privacy.clipping.reads import FixedReads, fixed, reads_of
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, cross_entropy_of
-
-pytestmark = pytest.mark.usefixtures("code_was_read")  # of rules, and of trials of code
 
 
 class Reading(nn.Module):
@@ -68,14 +59,9 @@ class Clamp(torch.autograd.Function):
         return dy * (ctx.saved_tensors[0] > 0)
 
 
-#: by rules, though `vmap` cannot run them
 def computed_again(net, x, mask):
     """In the backward pass, with the same parameters."""
     return checkpoint(net.inner, x, use_reentrant=False)
-
-
-BY_RULES = [skipping_the_mask, logging, scaling, drawing, dropping_records, lambda net, x, mask: Clamp.apply(x)]
-BY_RULES += [computed_again]
 
 
 def by_largest(net, x, mask):
@@ -103,14 +89,21 @@ def by_mask(net, x, mask):
     return x + x[mask].sum()
 
 
-#: by the loop: code that depends on records, or on draws
-BY_LOOP = [
-    (by_largest, "differs from"),
-    (skipping, "random numbers"),
-    (routed, "`nonzero` decides"),
-    (by_numpy, "out of torch"),
-    (by_mask, "`index` decides"),
-]
+def below_100(net, x, mask):
+    return x if x.detach().square().mean().item() < 100 else 2 * x
+
+
+def clamped(net, x, mask):
+    return Clamp.apply(x)
+
+
+def one_by_one(net, x, mask):
+    return torch.stack([one * (1 if float(one.sum().detach()) < 1e9 else 2) for one in x])
+
+
+UNDER_VMAP = [skipping_the_mask, scaling, drawing, never_true]
+BY_LOOP = [by_largest, skipping, routed, by_numpy, by_mask, clamped, computed_again, logging, below_100, one_by_one]
+BY_LOOP += [dropping_records]
 
 
 def masked(records):
@@ -131,24 +124,12 @@ def right(net, clipped_sum):
     torch.testing.assert_close(ours, loop, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("between", BY_RULES)
-def test_what_vmap_cannot_run_gets_rules_where_they_are_right(between):
+@pytest.mark.parametrize("between", [*UNDER_VMAP, *BY_LOOP])
+def test_gradients_are_those_of_the_loop(between):
     net = Reading(between)
     clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 5, 3), torch.empty(0).long())
-    assert reason == "fast: exact rules for all layers"
+    assert reason.startswith("vmap: " if between in UNDER_VMAP else "loop: "), reason
     right(net, clipped_sum)
-
-
-def below_100(net, x, mask):
-    return x if x.detach().square().mean().item() < 100 else 2 * x
-
-
-def test_a_number_by_which_code_may_decide_is_said_to_be_public():
-    with pytest.warns(
-        UserNotice, match=r"code at test_reads\.py:\d+ reads numbers of records: it gets those of public"
-    ):
-        _, reason = clipped_sum_for(Reading(below_100), None, torch.empty(0, 5, 3), torch.empty(0).long())
-    assert reason == "fast: exact rules for all layers"
 
 
 class TrimmedToTheLongest(nn.Module):
@@ -176,25 +157,6 @@ class TrimmedForSpeed(TrimmedToTheLongest):
     def mean(self, hidden, mask):
         mask = (mask != 0).to(hidden)[..., None]
         return (hidden * mask).sum(1) / mask.sum(1).clamp(min=1)
-
-
-@pytest.mark.parametrize("dtype", [torch.long, torch.int32])
-def test_a_model_that_trims_to_the_longest_record_goes_by_rules_only_where_that_is_right(dtype):
-    mask = (torch.arange(16) < torch.randint(2, 12, (9, 1))).to(dtype)
-    x, y, each = (torch.randint(50, (9, 16)), mask), torch.arange(9) % 3, torch.arange(9)
-    for net, words in (
-        (TrimmedToTheLongest(), "loop: the gradient of `embedding.weight` differs"),
-        (TrimmedForSpeed(), "fast: exact rules"),
-    ):
-
-        def loss(params, x, y):
-            return F.cross_entropy(functional_call(net, params, x), y, reduction="none")  # noqa: B023
-
-        with pytest.warns(UserNotice, match="reads numbers of records") if "fast" in words else nullcontext():
-            clipped_sum, reason = clipped_sum_for(net, loss, tuple(part[:0] for part in x), y[:0])
-        assert reason.startswith(words)
-        params, loop = dict(net.named_parameters()), LoopClippedSum(net, loss)
-        torch.testing.assert_close(*(summed(one, params, x, y, 0.3, each, 9) for one in (clipped_sum, loop)))
 
 
 class FarFromTheFirst(TrimmedForSpeed):
@@ -237,20 +199,13 @@ class Refusing(TrimmedForSpeed):
         return super().forward(tokens, mask)
 
 
-MASKS: list = [
-    (FarFromTheFirst, "vmap"),
-    (AnyEmpty, "vmap"),
-    (AnyEmptyOfNone, "vmap"),
-    (MostlyLeft, "vmap"),
-    (NeverEmpty, "fast: exact rules"),
-    (TrimmedForSpeed, "fast: exact rules"),
-    (Refusing, "vmap"),
-]
+MASKED = [FarFromTheFirst, AnyEmpty, AnyEmptyOfNone, MostlyLeft, NeverEmpty, TrimmedForSpeed, Refusing]
+MASKED += [TrimmedToTheLongest]
 
 
 @pytest.mark.parametrize("form", ["long", "float", "wide"])
-@pytest.mark.parametrize("kind, words", MASKS)
-def test_masks_padded_on_the_left_or_empty_show_what_mixes(kind, words, form):
+@pytest.mark.parametrize("kind", MASKED)
+def test_masks_of_other_records_decide_nothing(kind, form):
     mask = (torch.arange(16) >= torch.randint(2, 13, (9, 1))).long()
     mask[:4, 3:] = 1 - mask[:4, 3:].flip(1)
     mask[0], mask[1] = 1, 0
@@ -263,49 +218,11 @@ def test_masks_padded_on_the_left_or_empty_show_what_mixes(kind, words, form):
         inputs = x[0], x[1].squeeze(1) if form == "wide" else x[1]
         return F.cross_entropy(functional_call(net, params, inputs), y, reduction="none")
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserNotice)
-        clipped_sum, reason = clipped_sum_for(net, loss, tuple(part[:0] for part in x), y[:0])
-    assert reason.startswith(words) or (words == "vmap" and reason.startswith("loop"))
+    clipped_sum, _ = clipped_sum_for(net, loss, tuple(part[:0] for part in x), y[:0])
     params = dict(net.named_parameters())
     torch.testing.assert_close(
         *(summed(one, params, x, y, 0.3, each, 9) for one in (clipped_sum, LoopClippedSum(net, loss)))
     )
-
-
-class FirstIsMasked(TrimmedForSpeed):
-    """The mask is the first part, and only its ones count."""
-
-    def forward(self, mask, tokens):
-        ones = mask == 1
-        left = (~ones[:, 0] & ones[:, -1]).any()
-        return self.head(self.mean(self.embedding(tokens), ones) * torch.where(left, -1.0, 1.0))
-
-
-class OfLogarithms(nn.Module):
-    """Positive records; all others have no finite loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.layer(x.log()) * torch.where((x.log().std(1) > 3).any(), -1.0, 1.0)
-
-
-def test_a_mask_may_be_the_first_part():
-    net, y = FirstIsMasked(1000), torch.arange(0)
-
-    def loss(params, x, y):
-        return F.cross_entropy(functional_call(net, params, x), y, reduction="none")
-
-    x = torch.empty(0, 16, dtype=torch.long), torch.empty(0, 16, dtype=torch.long)
-    assert not clipped_sum_for(net, loss, x, y)[1].startswith("fast")
-
-
-def test_records_without_a_finite_loss_are_no_evidence():
-    _, reason = clipped_sum_for(OfLogarithms(), None, torch.empty(0, 8), torch.arange(0))
-    assert not reason.startswith("fast")
 
 
 class OfLengths(nn.Module):
@@ -321,14 +238,13 @@ class OfLengths(nn.Module):
         return self.head(mean * torch.where((lengths == 0).any(), -1.0, 1.0))
 
 
-def test_lengths_of_zero_show_what_mixes_though_they_have_no_finite_loss():
+def test_a_length_of_zero_without_a_finite_loss_changes_no_other_record():
     net, x, y = OfLengths(), (torch.randn(9, 12, 5), torch.arange(9) + 3), torch.arange(9) % 3
 
     def loss(params, x, y):
         return F.cross_entropy(functional_call(net, params, x), y, reduction="none")
 
-    clipped_sum, reason = clipped_sum_for(net, loss, tuple(part[:0] for part in x), y[:0])
-    assert not reason.startswith("fast")
+    clipped_sum, _ = clipped_sum_for(net, loss, tuple(part[:0] for part in x), y[:0])
     params, request = dict(net.named_parameters()), ClipRequest(1.0, 2, torch.arange(9), 9)
     before = clipped_sum(params, x, y, request)[0]
     x[1][4] = 0
@@ -337,22 +253,7 @@ def test_lengths_of_zero_show_what_mixes_though_they_have_no_finite_loss():
     assert torch.equal(before[rows], after[rows]) and not after[4].any()
 
 
-def test_code_that_reads_the_same_of_most_records_goes_by_vmap():
-    net = Reading(never_true)
-    clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 5, 3), torch.empty(0).long())
-    assert reason.startswith("vmap: ")
-    right(net, clipped_sum)
-
-
-@pytest.mark.parametrize("between, words", BY_LOOP)
-def test_code_that_depends_on_records_goes_one_record_at_a_time(between, words):
-    net = Reading(between)
-    clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 5, 3), torch.empty(0).long())
-    assert reason.startswith("loop: ") and words in reason
-    right(net, clipped_sum)
-
-
-@pytest.mark.parametrize("between", BY_RULES)
+@pytest.mark.parametrize("between", [*UNDER_VMAP, *BY_LOOP])
 def test_no_neighbour_changes_what_a_record_contributes(between):
     """Masked or not, hidden units whose large outputs cancel would show another kernel."""
     net = Reading(between)
@@ -367,28 +268,3 @@ def test_no_neighbour_changes_what_a_record_contributes(between):
     y = torch.arange(8) % 3
     rows = [clipped_sum(params, x, y, each)[0][:3] for x in (full, some, some[:3].repeat(3, 1, 1)[:8])]
     assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], rows[2])
-
-
-def test_reads_of_records_are_fixed_and_those_of_the_model_are_not():
-    net = Reading(lambda net, x, mask: scaling(net, skipping_the_mask(net, x, mask), mask))
-    loss, (x, y) = cross_entropy_of(net), masked(6)
-    params = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
-    reads = reads_of(loss, params, x, y)
-    assert [(bool(read.depends), float(read.value)) for read in reads] == [(True, 0.0), (False, 1.0)]
-    net.scale.fill_(2.0)
-    unmasked, full = torch.randn(2, 5, 3), y[:2]
-    torch.testing.assert_close(fixed(loss, reads)(params, unmasked, full), loss(params, unmasked, full))
-    with pytest.raises(Unsupported, match="other numbers"), FixedReads(reads[:1]):
-        loss(params, x, y)
-    with pytest.raises(Unsupported, match="fewer numbers"), FixedReads(reads):
-        bool(mask_of(x).all())
-
-
-def mask_of(x):
-    return x[..., 0] != 0
-
-
-def test_reads_of_every_record_follow_the_size_of_a_pass():
-    net = Reading(lambda net, x, mask: torch.stack([one * (1 if float(one.sum()) < math.inf else 2) for one in x]))
-    _, reason = clipped_sum_for(net, None, torch.empty(0, 5, 3), torch.empty(0).long())
-    assert reason.startswith("loop: ")

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.batch_losses import check_batch_losses
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.client.record_isolation import check_alone
 from dpfl_lightning.models.nets import BasicBlock
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for, vmap_or_loop
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, cross_entropy_of
@@ -812,7 +812,7 @@ class FromRegistry(nn.Linear):
 
 def test_a_table_that_a_model_only_reads_is_nothing_that_it_keeps():
     module = ClientModule(FromRegistry(6, 3))
-    check_alone(module, torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))
+    check_batch_losses(module, torch.randn(4, 6), torch.tensor([0, 1, 2, 0]))
     before = Kept([module.net])
     ACTIVATIONS["tanh"] = (nn.Tanh, {})
     assert before.changed() == ["forward"]

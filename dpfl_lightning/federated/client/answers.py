@@ -192,6 +192,7 @@ def _bounded_sum(
             if total is not None and part.shape != total.shape:
                 raise ValueError(f"the rows of {kind} must have one length, got {len(total)} and {len(part)}")
             total = part if total is None else total + part
+        in_vmap.end()
     assert total is not None  # for mypy
     return (torch.zeros_like(total) if nobody else total).cpu().double()
 

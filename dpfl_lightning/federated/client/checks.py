@@ -4,7 +4,7 @@ import copy
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -16,22 +16,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.lazy import LazyInputs
 from dpfl_lightning.errors import UserError, in_one_line, require, warn_user
+from dpfl_lightning.federated.client.batch_losses import check_batch_losses
 from dpfl_lightning.federated.client.draws import fixed_rng
-from dpfl_lightning.federated.client.dummy_data import Numbers, dummy_batch, on_cpu, whole_numbers
+from dpfl_lightning.federated.client.dummy_data import dummy_batch, on_cpu, whole_numbers
 from dpfl_lightning.federated.client.evaluation import of_records
 from dpfl_lightning.federated.client.metrics import Metrics, check_metrics, metrics_of
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.client.record_isolation import check_alone
 from dpfl_lightning.models import check_net
 from dpfl_lightning.models.model import taken_by
 from dpfl_lightning.models.tasks import CUSTOM, TASKS, Task, described, other_tasks
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
-from dpfl_lightning.privacy.clipping.isolation import (
-    SMALL_CROWD,
-    crowd_of,
-    operations_of,
-)
-from dpfl_lightning.privacy.clipping.reference import evaluating
+from dpfl_lightning.privacy.clipping.operations import SMALL_CROWD, crowd_of, operations_of
+from dpfl_lightning.privacy.clipping.reference import evaluating, scoring
 from dpfl_lightning.privacy.clipping.state import contents, large_tensors, tensors_restored
 from dpfl_lightning.privacy.clipping.trial_records import moved_parameters
 
@@ -61,8 +57,8 @@ def check_fits(module: ClientModule, population: Population) -> None:
     """Check that a module can take the population's records one by one, before a run begins.
 
     Raises UserError if its task is unknown or does not fit, its `sample_loss` raises, does not give one loss for each
-    record, gives a record another loss among other records, with dropout and without, or keeps something of records;
-    and if it cannot take the smallest and the largest whole numbers of the records, such as tokens beyond an embedding.
+    record, or gives a record another loss among other records; if it keeps something of an evaluation; and if it cannot
+    take the smallest and the largest whole numbers of the records, such as tokens beyond an embedding.
 
     From here on torch does not warn that `vmap` is slow for a layer, which no user can change.
     """
@@ -121,18 +117,9 @@ def check_fits(module: ClientModule, population: Population) -> None:
     _check_scores(module, task, x, output, y, population.num_classes)
     with _users_errors("take one record, and many", "Look for squeeze() without a dimension."):
         records = 2 if module.large else 4
-        numbers = whole_numbers(module, population)
-        x, y = dummy_batch(population, records, module.device, numbers)
+        x, y = dummy_batch(population, records, module.device, whole_numbers(module, population))
         _check_finite(module, x, y)
-        copied = _copied(module, x, y)
-        try:
-            check_alone(copied, x, y)
-        except UserError:  # perhaps only for masks of other numbers than 0 and 1
-            masks = [one and replace(one, masks_every=one.masks_every and 1) for one in numbers]
-            if masks == numbers or isinstance(population.x, LazyInputs):
-                raise
-            check_alone(copied, *dummy_batch(population, records, module.device, masks))
-            _check_masks(population, masks)
+        check_batch_losses(_copied(module, x, y), x, y)
     _check_whole_numbers(module, population)
 
 
@@ -243,20 +230,6 @@ def _check_whole_numbers(module: ClientModule, population: Population) -> None:
         )
 
 
-def _check_masks(population: Population, numbers: Sequence[Numbers | None]) -> None:
-    """Refuse other numbers than 0 and 1 in parts of records that only as masks leave other records alone.
-
-    **Privacy** The error names the client whose record does not fit, and no value.
-    """
-    for part, known in zip(tree_leaves(population.x), numbers, strict=False):  # the last ones are of y
-        if known and known.masks_every and bool((wrong := (part != 0) & (part != 1)).any()):
-            raise UserError(
-                "`data` must hold masks of 0 and 1 for this model, which with other numbers computes a record by the "
-                f"others, got a record of {_whose(population, int(wrong.nonzero()[0, 0]))}. Look for decisions by the "
-                "whole batch, such as mask.all()."
-            )
-
-
 def _check_finite(module: ClientModule, x: Inputs, y: Tensor) -> None:
     """Refuse a module that gives no record a finite loss and gradient, also if all numbers are positive, or below 1.
 
@@ -304,8 +277,8 @@ def _check_scores(module: ClientModule, task: Task, x: Inputs, output: Tensor, y
     """Compute all that an evaluation computes, before anything is charged."""
     metrics = Metrics(module.metrics or task.metrics, task, num_classes)
     must = f"give outputs that an evaluation of task {task.name} can score"
-    still = evaluating(module.net), tensors_restored(module.net), torch.inference_mode()
-    with _users_errors(must, "Change its loss or `evaluation.metrics`."), still[0], still[1], still[2]:
+    advice = "Change its loss or `evaluation.metrics`."
+    with _users_errors(must, advice), scoring(module.net, module.sample_loss), torch.inference_mode():
         output = module.output(module.named_trainable, x)
         rows = torch.arange(len(y), device=y.device)
         of_records(module.reported_loss(module.flat, x, rows, output, y), task, output, y)

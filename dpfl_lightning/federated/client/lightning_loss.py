@@ -27,11 +27,11 @@ from dpfl_lightning.federated.client.lightning_hooks import ClientTrainer, repla
 from dpfl_lightning.models.operators import CheckedOperators
 from dpfl_lightning.privacy.clipping.checked import dropout_layers
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, take
-from dpfl_lightning.privacy.clipping.isolation import LIVELY
 from dpfl_lightning.privacy.clipping.reference import Params, evaluating
 from dpfl_lightning.privacy.clipping.stateless import call, further_names
 
 Output = Callable[[Params, Any], Tensor]
+LIVELY = (1.0, -1.0, 0.0, 1e-3, 10.0, 100.0, 1e4)
 
 #: what a log of a batch's loss gets while ways are compared: a decision by it shows
 _LOGGED = (-math.inf, math.inf, math.nan)

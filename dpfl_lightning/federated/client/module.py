@@ -20,7 +20,14 @@ from dpfl_lightning.models.model import Model, forward_chunk
 from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
 from dpfl_lightning.models.tasks import CUSTOM, Task
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Block, Inputs, take
-from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params, VmapClippedSum, evaluating
+from dpfl_lightning.privacy.clipping.reference import (
+    ClippedSum,
+    ClipRequest,
+    Params,
+    VmapClippedSum,
+    evaluating,
+    scoring,
+)
 from dpfl_lightning.privacy.mechanism import Gaussian, Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
@@ -105,6 +112,7 @@ class ClientModule(Model, L.LightningModule):
         metrics: keys of `federated.client.metrics.METRICS`, empty for those of the task.
         probabilities: whether outputs are probabilities; None finds it out on random records if the loss is given.
         fix: replace layers that mix records, such as BatchNorm by GroupNorm, in a copy of the model.
+        per_record: train with the losses of single records also if those of a batch are others, as contrastive ones.
 
     The class is final. Raises UserError as `Model`, and for a LightningModule with manual optimisation.
 
@@ -123,6 +131,7 @@ class ClientModule(Model, L.LightningModule):
         metrics: Sequence[str] = (),
         probabilities: bool | None = None,
         fix: bool = False,
+        per_record: bool = False,
     ) -> None:
         require(not isinstance(model, ClientModule), "model", "be the model of one ClientModule", type(model).__name__)
         advice = "Such as lambda parameters: torch.optim.Adam(parameters): each round of a client has a new one."
@@ -146,6 +155,7 @@ class ClientModule(Model, L.LightningModule):
         self.optimizer_from = "optimizer" if optimizer is not None else by_method
         self.automatic_optimization = False
         self.loss_factor = 1.0  # of each record; an audit shrinks it
+        self.per_record = per_record
         self.large = False  # checks then compare few records; found before a run
         self.metrics, self.probabilities = tuple(metrics), probabilities
         self.local_task: LocalTask | None = None
@@ -206,7 +216,7 @@ class ClientModule(Model, L.LightningModule):
 
         `output` and `y` are those of the rows.
         """
-        with evaluating(self.net):
+        with scoring(self.net, self.sample_loss):
             if self.adapted is None or not self.adapted.whole:
                 return self.loss(output, y)
             params, chunk = self.unflatten(model), forward_chunk(model.device)

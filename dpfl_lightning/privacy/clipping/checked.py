@@ -13,16 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.errors import UserError, require, shortened, warn_user
-from dpfl_lightning.privacy.clipping.constant_draws import EXTREME_DRAWS, ConstantDraws, generators_kept
+from dpfl_lightning.privacy.clipping.constant_draws import ConstantDraws, generators_kept
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.inputs import take
-from dpfl_lightning.privacy.clipping.isolation import SMALL_CROWD, in_companies, of_copies, operations_of
 from dpfl_lightning.privacy.clipping.kernels import kernel
 from dpfl_lightning.privacy.clipping.layer_rules import ByName
+from dpfl_lightning.privacy.clipping.operations import SMALL_CROWD, operations_of
 from dpfl_lightning.privacy.clipping.passes import PASS_COST, PASS_FLOPS, SIZES, Batch, FixedPasses
-from dpfl_lightning.privacy.clipping.reads import Read, reads_of
 from dpfl_lightning.privacy.clipping.reference import (
     ClippedSum,
     ClipRequest,
@@ -45,15 +44,11 @@ from dpfl_lightning.privacy.clipping.trial_records import (
     Reference,
     TrialRecords,
     moved_parameters,
-    own_parameters,
     passes_of,
 )
-from dpfl_lightning.privacy.clipping.vector_loops import reads_numbers
 from dpfl_lightning.runtime.threads import one_thread_an_operator
 
 _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
-_CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of a check: more take seconds
-_FEWEST_IN_A_CROWD = 24
 _COPIES = 32  # of a public record that show whether code decides by random numbers
 _TURNS = 3  # of public records of all kinds that show what code reads
 _MOST_SCRIPTS = 4  # ways through a model that records take together
@@ -105,7 +100,7 @@ class CheckedSum:
     def __call__(self, params: Params, x: Records, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         with one_thread_an_operator():
             used = self.choose(request.expected)
-            if isinstance(used, FastClippedSum) and y.is_cuda and not (self.passes.draws or used.reads):
+            if isinstance(used, FastClippedSum) and y.is_cuda and not self.passes.draws:
                 return self._graphed(used)(params, x, y, request)
             try:
                 return used(params, x, y, request)
@@ -150,10 +145,10 @@ def clipped_sum_for(
 ) -> tuple[CheckedSum, str]:
     """Return the fastest clipped sum that is correct for this model, and why: "fast: ...", "vmap: ..." or "loop: ...".
 
-    Rules of layers, or `vmap`, have to agree with the loop on random, constant, padded and extreme records, also beside
-    records that try to influence them, to 1e-8 relative in float64 (1e-4 in float32 without float64), without random
-    numbers. No record is read but the first of the examples `[B, ...]`, B >= 0, which has to be public: it is the
-    padding. Raises UserError if a pass changes parameters, or numbers that the model keeps.
+    Rules of layers, or `vmap`, have to agree with the loop on random, constant, padded and extreme records, to 1e-8
+    relative in float64 (1e-4 in float32 without float64), without random numbers. No record is read but the first of
+    the examples `[B, ...]`, B >= 0, which has to be public: it is the padding. Raises UserError if a pass changes
+    parameters, or numbers that the model keeps.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]
@@ -173,16 +168,7 @@ def clipped_sum_for(
             reason = "loop: on this machine the bits of a gradient depend on the other records of a batch"
     if refused := _refused_draws(clipped_sum):
         clipped_sum, reason = CheckedSum(net, sample_loss, passes, None), f"loop: {refused}"
-    used = clipped_sum.choose()
-    if isinstance(used, LoopClippedSum):
-        _require_repeatable(net, sample_loss, passes)
     _require_own_places(net, sample_loss, passes)
-    reads = used.reads if isinstance(used, FastClippedSum) else ()
-    if places := dict.fromkeys(one.place for one in reads if one.depends and type(one.value) is not bool):
-        warn_user(
-            f"code at {', '.join(places)} reads numbers of records: it gets those of public random records, so "
-            "that what it decides by them is the same for all records"
-        )
     return clipped_sum, reason
 
 
@@ -196,8 +182,6 @@ def vmap_or_loop(net: nn.Module, sample_loss: SampleLoss, example_x: Records, ex
         clipped_sum = loop if changed else _vmap_or_loop(net, sample_loss, passes)
     if _refused_draws(clipped_sum):
         clipped_sum = loop
-    if clipped_sum.kind is None:
-        _require_repeatable(net, sample_loss, passes)
     _require_own_places(net, sample_loss, passes)
     return clipped_sum
 
@@ -208,7 +192,7 @@ def _refused_draws(clipped_sum: CheckedSum) -> str:
         return ""
     net, (x, y) = clipped_sum.net, take(clipped_sum.passes.examples, [0])
     used = clipped_sum.kind(net, clipped_sum._sample_loss, SIZES[0])
-    if isinstance(used, FastClippedSum) and not used.uncovered:
+    if isinstance(used, FastClippedSum):
         return ""
     try:
         with generators_kept(net), tensors_restored(net):
@@ -254,7 +238,7 @@ def _kind_of(
 ) -> tuple[Kind | None, str]:
     """Return how gradients are computed, and why: the first of rules and `vmap` that gives those of the loop.
 
-    There are no rules for `users_code`, which may see other records of a batch.
+    There are no rules for `users_code`, which gets single records.
     """
     kinds = FEW_KINDS if _is_large(passes) else [*range(KINDS)]
     of_dtype = functools.partial(Reference, net, sample_loss, trials, kinds)
@@ -269,12 +253,7 @@ def _kind_of(
             reference = of_dtype(torch.float32)
         kind, cause = None, users_code
         if not cause:
-            try:
-                reads = reads_of(reference.loss, *reference.example)
-            except Exception as error:  # a user's code may refuse to be watched
-                cause = _first_line(error)
-            else:
-                kind, cause = _by_rules_if_right(reference, passes, reads)
+            kind, cause = _by_rules_if_right(reference, passes)
         if kind is not None:
             return kind, cause
         by_vmap = _by_vmap_if_right(reference, passes)
@@ -302,10 +281,8 @@ def _by_vmap_if_right(reference: Reference, passes: FixedPasses) -> Kind | None:
             if reference.without(differ).wrong_parameter(_in_turn(grads, params, len(y)), norms) is not None:
                 return None
         if not _is_large(passes) and y.device.type == "cpu":
-            one = take((x, y), [0])
             passes.most = min(passes.most, _CPU_NUMBERS // tapped.widest)
-            work = 3 * operations_of(lambda: reference.loss(params, *one))
-            passes.cost = min(PASS_COST, PASS_FLOPS / max(work, 1))
+            passes.cost = _cost_of_a_pass(reference)
         public = take(passes.examples, [*range(1, 1 + KINDS * (1 if _is_large(passes) else _TURNS))])
         found, rows, texts = _scripts(TappedSum(net, reference.sample_loss, 1), moved_parameters(net), *public)
         random = [text for row, text in texts.items() if (row + 1) % KINDS < RANDOM_KINDS]
@@ -334,38 +311,40 @@ def _scripts(
     return [scripts[row] for row in rows], rows, texts
 
 
-def _by_rules_if_right(reference: Reference, passes: FixedPasses, reads: Sequence[Read]) -> tuple[Kind | None, str]:
+def _by_rules_if_right(reference: Reference, passes: FixedPasses) -> tuple[Kind | None, str]:
     """Return the sum by rules if it is right, and how it is computed; otherwise None, and what is wrong."""
-    cause, loose, net = "", set[str](), reference.net
-    for channels_last in (True, False):
+    net = reference.net
 
-        def by_rules(reference: Reference) -> tuple[FastClippedSum, str | None]:
-            params, x, y = reference.example
-            fast = FastClippedSum(net, reference.loss, len(y), channels_last, reads=reads, loose=loose)  # noqa: B023
-            fast.planned(params, x, y)
-            grads = fast.record_gradients(params, take(x, [*range(len(y))]), y, len(y))
-            norms = {order: _norms(grads, order) for order in (2, 1)}
-            return fast, reference.wrong_parameter(_in_turn(grads, params, len(y)), norms)
+    def by_rules(reference: Reference) -> tuple[FastClippedSum, str | None]:
+        params, x, y = reference.example
+        fast = FastClippedSum(net, reference.loss, len(y))
+        grads = fast.record_gradients(params, take(x, [*range(len(y))]), y, len(y))
+        norms = {order: _norms(grads, order) for order in (2, 1)}
+        return fast, reference.wrong_parameter(_in_turn(grads, params, len(y)), norms)
 
-        while True:
-            unit = None
-            try:
-                fast, wrong_parameter = by_rules(reference)
-                if wrong_parameter is not None and _is_large(passes):  # rounding, perhaps
-                    wrong_parameter = by_rules(reference.exact)[1]
-                if wrong_parameter is None:
-                    return _used(fast, reference, passes)
-                unit = next(
-                    (name for name, one in fast.units_of.items() if wrong_parameter in one.names.values()), None
-                )
-                problem = f"the gradient of `{wrong_parameter}` differs from what the layers' rules give"
-            except Exception as error:  # a user's forward pass may raise anything under hooks
-                unit, problem = getattr(error, "unit", None), _first_line(error)
-            cause = cause or problem
-            if unit is None or unit in loose:
-                break
-            loose.add(unit)  # without its rule
-    return None, cause
+    try:
+        fast, wrong_parameter = by_rules(reference)
+        if wrong_parameter is not None and _is_large(passes):  # rounding, perhaps
+            wrong_parameter = by_rules(reference.exact)[1]
+    except Exception as error:  # of a layer that a rule does not cover, or that a loss uses otherwise
+        return None, _first_line(error)
+    if wrong_parameter is not None:
+        return None, f"the gradient of `{wrong_parameter}` differs from what the layers' rules give"
+    params, x, y = reference.example
+    if y.device.type == "cpu":
+        if not _is_large(passes):
+            passes.most = min(passes.most, _CPU_NUMBERS // fast.widest_input(params, x, y))
+            passes.cost = _cost_of_a_pass(reference)
+        fast.sparse = frozenset(fast.sparse_layers(params, x, y))
+    passes.enter = fast.enter
+    return functools.partial(_by_rules, passes.padding, fast), "fast: exact rules for all layers"
+
+
+def _cost_of_a_pass(reference: Reference) -> float:
+    """Return the fixed cost of a pass, in records."""
+    params, x, y = reference.example
+    work = 3 * operations_of(lambda: reference.loss(params, *take((x, y), [0])))
+    return min(PASS_COST, PASS_FLOPS / max(work, 1))
 
 
 def _norms(grads: ByName, order: int) -> Tensor:
@@ -381,38 +360,6 @@ def _in_turn(grads: ByName, params: Params, records: int) -> Iterator[Tensor]:
         totals = Totals(params, zeros.zero_())
         totals.add(ChunkGradients(grads, order=2), one_of[row], None)
         yield totals.result()
-
-
-def _used(fast: FastClippedSum, reference: Reference, passes: FixedPasses) -> tuple[Kind | None, str]:
-    """Return what computes right sums as they are used, and its reason; None if records depend on each other."""
-    net, example = reference.net, reference.example
-    in_own_dtype = fast.copy_for(net, reference.sample_loss)
-    if reading := _reads_in_a_pass(in_own_dtype, net, passes):
-        return None, f"`{reading}` reads numbers of a batch, by which a derivative of torch may decide"
-    on_cpu = example[2].device.type == "cpu"
-    if not _is_large(passes):
-        widest = fast.widest_input(*example)
-        if on_cpu:
-            passes.most = min(passes.most, _CPU_NUMBERS // widest)
-            one = take(example[1:], [0])
-            work = operations_of(lambda: fast.signals(example[0], *one))
-            passes.cost = min(PASS_COST, PASS_FLOPS / max(work, 1))
-        crowd = max(_FEWEST_IN_A_CROWD, min(passes.crowd, _CROWD_NUMBERS // widest))
-    for number in EXTREME_DRAWS if passes.draws else EXTREME_DRAWS[:1]:
-        usual = number == EXTREME_DRAWS[0]
-        with nullcontext() if usual else ConstantDraws(number):
-            if not _is_large(passes):
-                most = crowd if usual else SMALL_CROWD
-                mixing_unit = _reached_in_company(fast, *example, most, reference.tolerance)
-            else:  # usual draws are those of the check of the size
-                mixing_unit = None if usual else _reached_by_a_neighbour(fast, *example)
-            if mixing_unit:
-                return None, f"the inputs or gradients of `{mixing_unit}` depend on the other records of a batch"
-    fast.sparse = frozenset(fast.sparse_layers(*example) if on_cpu else ())
-    passes.enter = fast.enter
-    vmap_modules = ", ".join(fast.under_vmap())
-    reason = "fast: exact rules " + (f"but vmap for {vmap_modules}" if vmap_modules else "for all layers")
-    return functools.partial(_by_rules, passes.padding, fast), reason
 
 
 def _first_line(error: Exception) -> str:
@@ -529,17 +476,6 @@ def _not_repeatable() -> UserError:
     )
 
 
-def _require_repeatable(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> None:
-    """Raise UserError if the loop gives a record other gradients in a later pass."""
-    params, clipped_sum = moved_parameters(net), LoopClippedSum(net, sample_loss)
-    others = FEW_KINDS if _is_large(passes) else [0, *range(KINDS)]
-    with _drawing_nothing(net), _still(net, passes), one_thread_an_operator():
-        batches = (take(passes.examples, rows) for rows in ([1], others, [1]))
-        first, _, last = (clipped_sum(params, x, y, ClipRequest(1.0))[0] for x, y in batches)
-    if first.device.type == "cpu" and not torch.equal(first, last):  # kernels of a GPU may add in any order
-        raise _not_repeatable()
-
-
 def dropout_layers(net: nn.Module) -> list[nn.Module]:
     """Return the layers whose dropout is switched off, which is quicker than constants for its draws."""
     return [m for m in net.modules() if isinstance(m, nn.modules.dropout._DropoutNd) or tapped_forward(m)]
@@ -547,65 +483,3 @@ def dropout_layers(net: nn.Module) -> list[nn.Module]:
 
 def _is_large(passes: FixedPasses) -> bool:
     return passes.crowd < SMALL_CROWD
-
-
-def _reads_in_a_pass(clipped_sum: FastClippedSum, net: nn.Module, passes: FixedPasses) -> str:
-    """Return an operator that reads numbers in a backward pass in the dtypes of the model and of its records, or "".
-
-    What a forward pass reads of records is fixed. Before that the clipped sum is computed, if it was not already: a
-    model under autocast may raise only here, and compiled loops read numbers of their own when they are first used.
-    """
-    params = own_parameters(net)
-    x, y = take(passes.examples, [*range(1 if _is_large(passes) else KINDS)])
-    if not _is_large(passes):
-        clipped_sum(params, x, y, ClipRequest(1.0))
-    both = reads_numbers(lambda: clipped_sum.signals(params, x, y))
-    return next(iter(both - reads_numbers(lambda: clipped_sum.losses(params, x, y))), "")
-
-
-def _reached_by_a_neighbour(fast: FastClippedSum, params: Params, x: Records, y: Tensor) -> str | None:
-    """Return the first unit of which any bit that the rules read for a record changes with that beside it, or None."""
-    one_x, one_y = take((x, y), slice(1))
-    beside_itself = fast.signals(params, *of_copies(one_x, one_y, 2))
-
-    def look(some_x: Records, some_y: Tensor, places: Tensor) -> str | None:
-        for name, together in fast.signals(params, some_x, some_y).items():
-            copy = beside_itself.get(name, {})
-            if together.keys() != copy.keys() or not all(
-                torch.allclose(together[part][:1], copy[part][:1], 0.0, 0.0, equal_nan=True) for part in together
-            ):
-                return name
-        return None
-
-    return next(filter(None, in_companies(look, one_x, one_y, most=2)), None)
-
-
-def _reached_in_company(
-    fast: FastClippedSum, params: Params, x: Records, y: Tensor, most: int, tolerance: float
-) -> str | None:
-    """Return the first unit of which what the rules read for a record of `x` changes with other records, or None.
-
-    The gradient of an output counts for the random records only: in constant stretches max-pooling passes it to one of
-    several equal numbers, and rounding decides which. The check of the sizes compares all records, bit for bit.
-    """
-    random = torch.arange(len(y), device=y.device) % KINDS < RANDOM_KINDS
-    alone = [fast.signals(params, take(x, [row]), y[[row]]) for row in range(len(y))]  # the model may change copies
-
-    def look(some_x: Records, some_y: Tensor, places: Tensor) -> str | None:
-        for name, together in fast.signals(params, some_x, some_y).items():
-            if any(signals.get(name, {}).keys() != together.keys() for signals in alone):
-                return name
-            for part, actual in together.items():
-                expected = torch.cat([signals[name][part] for signals in alone]).reshape(len(places), -1)
-                expected = expected.to(params_dtype)
-                known = expected.isfinite().all(dim=1)  # a record that is all padding may have no number
-                if part == "dy":
-                    known &= random
-                distance = (actual[places].reshape(len(places), -1).to(params_dtype) - expected)[known].norm(dim=1)
-                size = expected[known].norm(dim=1)
-                if len(size) and not (distance <= tolerance * (size + 1e-4 * size.max())).all():  # what cancels rounds
-                    return name
-        return None
-
-    params_dtype = next(iter(params.values())).dtype  # inputs may be integers
-    return next(filter(None, in_companies(look, x, y, most)), None)

@@ -10,16 +10,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-#: instead of each random number; whole numbers are 0
-EXTREME_DRAWS = (0.5, 1e-6, 1 - 1e-6)
+_NUMBER = 0.5  # instead of each random number; whole numbers are 0
 
 
 class ConstantDraws(TorchDispatchMode):
     """Within it operators that draw random numbers give a constant, at any level: in functions, layers and `vmap`."""
-
-    def __init__(self, number: float = EXTREME_DRAWS[0]) -> None:
-        super().__init__()
-        self._number = number
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
@@ -27,11 +22,11 @@ class ConstantDraws(TorchDispatchMode):
             return results
         if func is torch.ops.aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(results[1])
-        return tree_map(lambda one: _constant(one, self._number) if isinstance(one, Tensor) else one, results)
+        return tree_map(lambda one: _constant(one) if isinstance(one, Tensor) else one, results)
 
 
-def _constant(result: Tensor, number: float) -> Tensor:
-    return result.fill_(number if result.is_floating_point() else 0)
+def _constant(result: Tensor) -> Tensor:
+    return result.fill_(_NUMBER if result.is_floating_point() else 0)
 
 
 def generators_kept(net: nn.Module) -> AbstractContextManager[Any]:

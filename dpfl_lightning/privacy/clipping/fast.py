@@ -36,9 +36,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     rule_of,
     rule_of_persons,
 )
-from dpfl_lightning.privacy.clipping.parameter_uses import Plan, Uses, plan_of
 from dpfl_lightning.privacy.clipping.passes import Batch, checksums, passes
-from dpfl_lightning.privacy.clipping.reads import Read, fixed, unwatched
 from dpfl_lightning.privacy.clipping.reference import (
     DEFAULT_SIZE,
     ClipRequest,
@@ -84,16 +82,16 @@ Calls = dict[str, Call]  # by the name of the unit, or of the linear map in it
 Edges = dict[str, GradientEdge]  # of the outputs in the graph, by the same names
 
 
-def units_of(net: nn.Module, loose: Collection[str] = ()) -> Iterator[tuple[str, Unit]]:
+def units_of(net: nn.Module) -> Iterator[tuple[str, Unit]]:
     """Yield the modules with trainable parameters that a rule covers, by their first name.
 
-    Those in `loose` are left out, and those that share a parameter with another module.
+    Those that share a parameter with another module are left out.
     """
     names = {p: name for name, p in net.named_parameters() if p.requires_grad}
     shared = {names[p] for p in (net.get_parameter(name) for name in further_names(net)) if p in names}
     inside: set[nn.Module] = set()
     for name, part in net.named_modules():
-        if part in inside or name in loose or not _has_rule(part):
+        if part in inside or not _has_rule(part):
             continue
         of_part = {local: names[p] for local, p in part.named_parameters() if p in names}
         if of_part and not shared & {*of_part.values()}:
@@ -121,14 +119,13 @@ class _Seam(torch.autograd.Function):
 
 
 class FastClippedSum:
-    """The same `ClippedSum` as `VmapClippedSum`, by one exact rule for each layer; `vmap` for modules without a rule.
+    """The same `ClippedSum` as `VmapClippedSum`, by one exact rule for each layer, for models whose code is known.
 
     Use it through `clipped_sum_for`, which checks it for the model. Each parameter has to be used only in the module
     that holds it, and each such module once in a forward pass; raises Unsupported for other models. A pass has `size`
     records, at its end `padding` `[1, ...]` (None: a record of the batch, for tests). `channels_last` is the memory
     format of images on a CPU, if the model gains from it. `sparse` names convolutions whose output gradients are mostly
-    zeros on random data, and `reads` is what code reads of public records: private ones never influence how a pass is
-    computed.
+    zeros on random data.
 
     Reference: Goodfellow (2015), https://arxiv.org/abs/1510.01799; Li et al. (2022), https://arxiv.org/abs/2110.05679.
     """
@@ -141,43 +138,22 @@ class FastClippedSum:
         channels_last: bool = True,
         sparse: Collection[str] = (),
         padding: Batch | None = None,
-        reads: Sequence[Read] = (),
-        loose: Collection[str] = (),
-        plan: Plan | None = None,
     ) -> None:
         require(size >= 1, "size", "be at least 1 record", size)
-        self.size, self.padding, self.reads = size, padding, reads
-        self._sample_loss = fixed(sample_loss or cross_entropy_of(net), reads)
-        self.net, self.loose, self._plan, self._held = net, frozenset(loose), plan, Held(net)
-        self.units_of = dict(units_of(net, self.loose))
+        self.size, self.padding = size, padding
+        self._sample_loss, self.net, self._held = sample_loss or cross_entropy_of(net), net, Held(net)
+        self.units_of = dict(units_of(net))
         covered = {full for unit in self.units_of.values() for full in unit.names.values()}
         self._known = {name for name, p in net.named_parameters() if p.requires_grad}
-        self.uncovered = [name for name, p in net.named_parameters() if p.requires_grad and name not in covered]
-        self._under_vmap: set[str] = set()
+        if without := [name for name, p in net.named_parameters() if p.requires_grad and name not in covered]:
+            holder = without[0].rpartition(".")[0]
+            kind = type(net.get_submodule(holder)).__name__
+            raise Unsupported(f"`{holder or 'net'}` ({kind}) has no rule for all of its parameters")
         self._pools = [m for m in net.modules() if isinstance(m, nn.MaxPool2d)] if channels_last else []
         self.channels_last, self.sparse = channels_last and _suits_channels_last(net), frozenset(sparse)
         self._names = {unit.module: name for name, unit in self.units_of.items()}
         sequences = [m for m in net.modules() if type(m) is nn.Sequential]
         self._stages = [(m, begins) for m in sequences if (begins := stages_of(m, self._names))]
-
-    def under_vmap(self) -> list[str]:
-        """Describe the modules with parameters whose gradients no rule has given so far."""
-        holders = dict.fromkeys(name.rpartition(".")[0] for name in self.uncovered if name in self._under_vmap)
-        return [f"`{name or 'net'}` ({type(self.net.get_submodule(name)).__name__})" for name in holders]
-
-    def planned(self, params: Params, x: Records, y: Tensor) -> FastClippedSum:
-        """Return the same sum with the plan of uses of uncovered parameters, from public records (at least three)."""
-        leaves = self._leaves(params)
-
-        def forward(records: int) -> Tensor:
-            with torch.enable_grad():
-                return self._sample_loss({**params, **leaves}, *take((x, y), [*range(records)]))
-
-        self._plan = plan_of(self.net, forward, list(leaves.values())) if leaves else None
-        return self
-
-    def _leaves(self, params: Params) -> dict[str, Tensor]:
-        return {name: params[name].detach().requires_grad_() for name in self.uncovered if name in params}
 
     @torch.no_grad()  # except for the forward pass in `_gradients`
     def __call__(self, params: Params, x: Records, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
@@ -215,8 +191,7 @@ class FastClippedSum:
         return [one[:count] for one in found]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> FastClippedSum:
-        form = (self.channels_last, self.sparse, self.padding, self.reads, self.loose, self._plan)
-        return FastClippedSum(net, sample_loss, self.size, *form)
+        return FastClippedSum(net, sample_loss, self.size, self.channels_last, self.sparse, self.padding)
 
     def enter(self, x: Records) -> Records:
         if isinstance(x, Block):
@@ -225,46 +200,22 @@ class FastClippedSum:
             return x
         return channels_last(x)
 
-    def signals(self, params: Params, x: Records, y: Tensor) -> dict[str, dict[str, Tensor]]:
-        """Return what the rules read, by unit: inputs `0`, `1`, ... and any gradient `dy` of the output, `[B, ...]`."""
-        with torch.no_grad(), self._watched({}) as watch:
-            x, y = take((x, y), [*range(len(y))])  # copies: the model may change them
-            self._pass(watch, params, x, y, len(y))
-            rows = rows_each(x)
-
-            def of_each(part: Tensor) -> Tensor:
-                return part if rows == 1 else part.unflatten(0, (-1, rows))
-
-            signals = {
-                name: {f"{i}": of_each(a) for i, a in enumerate(call.inputs)} for name, call in watch.calls.items()
-            }
-            for name, use in watch.uses.uses.items() if watch.uses else ():
-                signals[name] = {f"{i}": a for i, a in enumerate(use.inputs)}
-            for name, dy in watch.dys.items():
-                by_record = watch.uses.by_record(name, dy) if watch.uses else dy
-                signals.setdefault(name, {})["dy"] = of_each(by_record) if name in watch.calls else by_record
-            return signals
-
-    def losses(self, params: Params, x: Records, y: Tensor) -> Tensor:
-        """Return the loss of each record `[B]`, with its graph."""
-        with self._watched({}) as watch:
-            watch.begin(len(y))
-            return self._watched_losses(watch, params, *take((x, y), [*range(len(y))]))
-
     def sparse_layers(self, params: Params, x: Records, y: Tensor) -> list[str]:
         """Return the convolutions whose output gradients are mostly zeros on these records, which must be public."""
         special = [name for name, unit in self.units_of.items() if has_special_backward(unit.module)]
-        signals = self.signals(params, x, y) if special else {}
-        dys = {name: signals[name]["dy"] for name in special if "dy" in signals.get(name, {})}
+        if not special:
+            return []
+        with torch.no_grad(), self._watched({}) as watch:
+            self._pass(watch, params, *take((x, y), [*range(len(y))]), len(y))  # copies: the model may change them
+            dys = {name: watch.dys[name] for name in special if name in watch.dys}
         return [name for name, dy in dys.items() if convolutions().is_sparse(dy)]
 
     def widest_input(self, params: Params, x: Records, y: Tensor) -> int:
         """Return the largest number of values that enter a unit for one record, at least 1."""
-        with self._watched({}) as watch:
+        with torch.enable_grad(), self._watched({}) as watch:
             watch.begin(rows_each(x))
-            self._watched_losses(watch, params, *take((x, y), [0]))
-            calls = [*watch.calls.values(), *(watch.uses.uses.values() if watch.uses else ())]
-            return max(1, *(a.numel() for call in calls for a in call.inputs))
+            self._sample_loss(params, *take((x, y), [0]))
+            return max(1, *(a.numel() for call in watch.calls.values() for a in call.inputs))
 
     def _gradients(self, watch: _Watch, params: Params, x: Records, y: Tensor, count: int) -> ByName:
         """Return the gradients of the first `count` records, or persons, by the names in `watch.wanted`.
@@ -278,10 +229,6 @@ class FastClippedSum:
             if (dy := watch.dys.get(name)) is not None and (params_of_unit := call.unit.local(watch.wanted)):
                 by_name = rule_of_persons(call.rule, rows)(call.unit.module, params_of_unit, call.inputs, dy)
                 grads |= call.unit.in_net({local: form.first(count) for local, form in by_name.items()})
-        if watch.uses is not None:
-            by_name = watch.uses.gradients(watch.dys, watch.wanted)
-            grads |= {name: form.first(count) for name, form in by_name.items()}
-            self._under_vmap |= watch.uses.under_vmap
         if not grads:
             raise Unsupported(f"no loss depends on {', '.join(f'`{name}`' for name in watch.wanted)}")
         return grads
@@ -295,7 +242,8 @@ class FastClippedSum:
         watch.begin(count * rows_each(x))
 
         def gradients() -> Sequence[Tensor | None]:
-            losses = self._watched_losses(watch, params, x, y)
+            with torch.enable_grad():
+                losses = self._sample_loss(params, x, y)
             if losses.shape != (len(y),):
                 raise Unsupported(f"sample_loss returns shape {tuple(losses.shape)} for {len(y)} records")
             outputs: list[Any] = [*watch.edges.values(), *watch.anchors] or [watch.anchor]
@@ -308,18 +256,6 @@ class FastClippedSum:
             if any(a.shape[:1] != (rows,) for a in (*call.inputs, *dy)):
                 without = f"the inputs and outputs of `{name}` do not have one row for each record"
                 raise Unsupported(without, self._names[call.unit.module])
-
-    def _watched_losses(self, watch: _Watch, params: Params, x: Records, y: Tensor) -> Tensor:
-        """Return the loss of each record `[B]`, with its graph."""
-        with torch.enable_grad():
-            if not self.uncovered:
-                return self._sample_loss(params, x, y)
-            if self._plan is None:
-                raise Unsupported(f"there is no plan for {', '.join(self.uncovered)}")
-            leaves = self._leaves(params)
-            watch.uses = Uses(leaves, self._plan, watch.entered)
-            with watch.uses.watching(self.net):
-                return self._sample_loss({**params, **leaves}, x, y)
 
     @contextmanager
     def _watched(self, wanted: Params) -> Iterator[_Watch]:
@@ -361,7 +297,6 @@ class _Watch:
     def begin(self, count: int) -> None:
         """Forget the last pass; the next one has `count` records, and then padding."""
         self.count = count
-        self.uses: Uses | None = None
         self.calls: Calls = {}
         self.edges: Edges = {}
         self.dys: dict[str, Tensor] = {}
@@ -376,17 +311,14 @@ class _Watch:
         plain = functools.partial(self.convolve, module) if has_special_backward(module) else module.forward
         return functools.partial(self.noted, name, module, plain)
 
-    @unwatched
     def tap(self, unit_name: str, part: str, rule: Rule, inputs: Inputs, output: Tensor) -> Tensor:
         name = f"{unit_name}.{part}" if unit_name else part
         self._note(name, self.units[unit_name], rule, inputs)
         return self.entered(name, output)
 
-    @unwatched
     def convolve(self, conv: nn.Conv2d, x: Tensor) -> Tensor:
         return conv2d_forward(conv, x, self.count)
 
-    @unwatched
     def stage(self, names: Mapping[nn.Module, str], conv: nn.Conv2d, x: Tensor) -> Tensor:
         name = names[conv]
         self._note(name, self.units[name], conv2d_rule, (x,))
@@ -397,7 +329,6 @@ class _Watch:
     def noted(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
         return self.behind(name, module, args, kwargs, forward(*args, **kwargs))
 
-    @unwatched
     def behind(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
             raise Unsupported(f"`{name}` gets more than its input", name)

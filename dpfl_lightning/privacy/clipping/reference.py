@@ -56,6 +56,20 @@ def evaluating(*nets: nn.Module) -> Iterator[None]:
             layer.dropout = dropout
 
 
+@contextmanager
+def scoring(net: nn.Module, sample_loss: SampleLoss) -> Iterator[None]:
+    """Evaluate within it: of held-out records, too, nothing may stay for the next pass.
+
+    Tensors of the model are restored. Raises UserError if it keeps anything else.
+    """
+    watch = Watch(owners_of(net, sample_loss), under_vmap=False)
+    watch.begin()
+    with evaluating(net), tensors_restored(net):
+        yield
+    watch.check()
+    watch.end()
+
+
 @dataclass(frozen=True, eq=False)
 class ClipRequest:
     """How gradients are clipped in the norm of `order` 2 or 1 (not at all if `clip_norm` is inf), and what is summed.
@@ -217,6 +231,7 @@ class VmapClippedSum:
             factors = clip_factors(norms[-1], request.clip_norm)
             groups = torch.zeros_like(factors, dtype=torch.long) if request.group is None else request.group[rows]
             total += one_hot(factors, groups, request.num_groups) @ kept(grads, factors)
+        self._watch.end()
         return total, torch.cat(norms)
 
     def _measured(self, params: Params, wanted: Params, x: Inputs, y: Tensor, order: int = 2) -> tuple[Tensor, Tensor]:
@@ -289,6 +304,7 @@ class LoopClippedSum:
                 require(not changed, "model", must, ", ".join(changed), advice)
                 watch.check()
                 yield grads
+        watch.end()
 
     @torch.enable_grad()
     def _gradients(self, leaves: Params, wanted: Params, x: Inputs, y: Tensor, watch: Watch) -> list[Tensor]:

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dpfl_lightning.errors import require
+from dpfl_lightning.errors import UserError, require
 
 T = TypeVar("T")
 
@@ -232,6 +232,14 @@ class Kept:
             return []
         after = self._now(Walk())
         return [name for name in {**self._before, **after} if not _alike(self._before.get(name), after.get(name))]
+
+    def require_same(self, more: str = "") -> None:
+        """Raise UserError if something is kept otherwise than at first, or `more` is."""
+        if kept := [*(f"`{name}`" for name in self.changed()), *filter(None, [more])]:
+            raise UserError(
+                f"`model` must keep nothing of a pass for the next one, got {', '.join(kept)}. Remove attributes, "
+                "caches, lists and counters that a pass fills: they would bring a record into the gradients of others."
+            )
 
     def _now(self, seen: Walk) -> dict[str, object]:
         parts = [

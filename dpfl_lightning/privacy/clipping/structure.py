@@ -7,7 +7,6 @@ gets one record at a time, under `vmap` or in a loop.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import re
 import sys
@@ -51,25 +50,9 @@ LOSSES: frozenset[type[nn.Module]] = frozenset(
     | {nn.MSELoss, nn.MultiLabelSoftMarginLoss, nn.MultiMarginLoss, nn.NLLLoss, nn.PoissonNLLLoss, nn.SmoothL1Loss}
     | {nn.SoftMarginLoss}
 )
-#: classes of libraries whose `forward` was read: module -> (version that was read, names of classes)
-READ: dict[str, tuple[str, frozenset[str]]] = {
-    "dpfl_lightning.models.nets": ("", frozenset({"BasicBlock", "InputTransform", "PersonalInput"})),
-    "peft.peft_model": ("0.21.2", frozenset({"PeftModelForSequenceClassification"})),
-    "peft.tuners.lora.model": ("0.21.2", frozenset({"LoraModel"})),
-    "peft.tuners.lora.layer": ("0.21.2", frozenset({"Linear"})),
-    "peft.utils.other": ("0.21.2", frozenset({"ModulesToSaveWrapper"})),
-    "transformers.activations": ("5.24.0", frozenset({"GELUActivation"})),
-    "transformers.models.bert.modeling_bert": (
-        "5.24.0",
-        frozenset(
-            {"BertModel", "BertForSequenceClassification", "BertForTokenClassification", "BertEmbeddings"}
-            | {"BertEncoder", "BertLayer", "BertAttention", "BertSelfAttention", "BertSelfOutput", "BertIntermediate"}
-            | {"BertOutput", "BertPooler"}
-        ),
-    ),
-}
+#: modules of this package with a `forward` of their own
+_OWN = frozenset({"BasicBlock", "InputTransform", "PersonalInput"})
 _FUNCTIONS = frozenset({F.relu, F.gelu, torch.relu})  # activations that a layer is given
-_ATTENTION = (None, "eager", "sdpa")  # of transformers: a user may register others
 
 
 def code_of_users(net: nn.Module, sample_loss: SampleLoss | None) -> str:
@@ -103,7 +86,6 @@ def beside_records(net: nn.Module, sample_loss: SampleLoss, params: Params, exam
 
     Shapes decide it: a layer keeps records apart if its inputs and outputs have them in the first dimension, and all
     dimensions that its kind needs. Shapes of known layers follow from shapes of records, not from numbers or weights.
-    Some layers within classes of `READ` are left out: their forward pass was read.
     """
     wrong: list[str] = []
     counts, handles = [0], []
@@ -115,8 +97,9 @@ def beside_records(net: nn.Module, sample_loss: SampleLoss, params: Params, exam
         if not (inputs and _keeps_apart(layer, inputs[0].dim()) and sizes == {(counts[-1],)}):
             wrong.append(f"`{name or 'net'}` ({type(layer).__name__}) acts on other dimensions than those of a record")
 
-    for name, layer in _looked_at(net):
-        handles.append(layer.register_forward_hook(functools.partial(hook, name), with_kwargs=True))
+    for name, layer in net.named_modules():
+        if type(layer) in LAYERS and type(layer) not in _CONTAINERS:
+            handles.append(layer.register_forward_hook(functools.partial(hook, name), with_kwargs=True))
     try:
         for count in _COUNTS:
             x, y = take(examples, [*range(count)])
@@ -139,26 +122,12 @@ _ELEMENTWISE = frozenset(
     | {nn.Mish, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign, nn.Tanh}
     | {nn.Tanhshrink, nn.Threshold, nn.Dropout}
 )
+_CONTAINERS = frozenset({nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict}) | {
+    nn.modules.linear.NonDynamicallyQuantizableLinear  # within attention, which does not call it
+}
 _PADDINGS = ("zeros", "reflect", "replicate", "circular")
 _COUNTS = (2, 3)  # records of a batch, of which not both can be another dimension by chance
 _DIMENSIONS = re.compile(r"([123])d$")
-
-
-#: what a class of `READ` may have inside, on whatever dimensions it calls them; anything else is looked at
-_WITHIN_READ = frozenset(
-    {nn.Linear, nn.LayerNorm, nn.Dropout, nn.Embedding, nn.Identity, nn.Conv2d, nn.GroupNorm, nn.ModuleList, nn.Tanh}
-)
-
-
-def _looked_at(net: nn.Module, name: str = "", read: bool = False) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers whose inputs are looked at: all of them, but some within classes whose forward pass was read."""
-    kind = type(net)
-    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    within = kind not in LAYERS or (read and kind in (*_WITHIN_READ, *_ELEMENTWISE))
-    if not within and kind not in containers and kind is not nn.modules.linear.NonDynamicallyQuantizableLinear:
-        yield name, net
-    for child, part in net.named_children():
-        yield from _looked_at(part, f"{name}.{child}".lstrip("."), kind not in LAYERS or (read and within))
 
 
 def _keeps_apart(layer: nn.Module, dims: int) -> bool:
@@ -200,16 +169,8 @@ def _is_known(part: nn.Module) -> bool:
     kind = type(part)
     if any(kind is one for one in LAYERS):  # a metaclass may say that it equals another
         return True
-    version, names = READ.get(kind.__module__, ("", frozenset()))
-    usual = getattr(getattr(part, "config", None), "_attn_implementation", None) in _ATTENTION
-    same = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
-    usual = usual and not getattr(part, "lora_variant", None)  # such as DoRA
-    usual = usual and all(type(one).__name__ == "LoraConfig" for one in getattr(part, "peft_config", {}).values())
-    return usual and same and kind.__name__ in names and (not version or _version_of(kind) == version)
-
-
-def _version_of(kind: type) -> str:
-    return str(getattr(importlib.import_module(kind.__module__.partition(".")[0]), "__version__", ""))
+    own = "dpfl_lightning.models.nets"
+    return kind.__module__ == own and kind.__name__ in _OWN and getattr(sys.modules[own], kind.__name__) is kind
 
 
 def _is_plain(part: nn.Module) -> bool:

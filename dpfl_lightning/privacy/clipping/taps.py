@@ -40,7 +40,6 @@ from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.layer_rules import ByName, Dense, Grads, Outer, conv1d_rule, conv2d_rule
 from dpfl_lightning.privacy.clipping.operator_rules import argument_names, operator_gradients
-from dpfl_lightning.privacy.clipping.parameter_uses import added
 from dpfl_lightning.privacy.clipping.passes import Batch, checksum, checksums, passes
 from dpfl_lightning.privacy.clipping.reads import READS, place_of_code
 from dpfl_lightning.privacy.clipping.reference import (
@@ -314,6 +313,7 @@ class TappedSum:
                 totals.add(grads, factors, group)
                 others.append(places[differ[:count]])
             left = torch.cat(others)
+            self._watch.end()
             if not len(left):
                 return totals.result(), norms
         group = None if request.group is None else request.group[left]
@@ -481,7 +481,14 @@ class TappedSum:
         self.direct.update(direct)
         for name, grads in direct.items():
             found[name].append(Dense(grads.reshape(len(grads), -1)))
-        return {name: functools.reduce(added, _of_steps(found[name])) for name in wanted if name in found}
+        return {name: functools.reduce(_added, _of_steps(found[name])) for name in wanted if name in found}
+
+
+def _added(one: Grads, other: Grads) -> Grads:
+    """Return the gradients of a parameter that has several uses."""
+    if isinstance(one, Outer) and isinstance(other, Outer):
+        return Outer(torch.cat([one.left, other.left], dim=1), torch.cat([one.right, other.right], dim=1))
+    return Dense(one.formed() + other.formed())
 
 
 def _of_steps(grads: list[Grads]) -> list[Grads]:

@@ -17,7 +17,7 @@ from dpfl_lightning.privacy.clipping.constant_draws import generators_kept
 from dpfl_lightning.privacy.clipping.float64_sums import row_norms
 from dpfl_lightning.privacy.clipping.inputs import Block, rows_each, take
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
-from dpfl_lightning.privacy.clipping.isolation import crowd_of, operations_of
+from dpfl_lightning.privacy.clipping.operations import crowd_of, operations_of
 from dpfl_lightning.privacy.clipping.passes import SIZES, Batch, FixedPasses
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, Params, SampleLoss
 from dpfl_lightning.privacy.clipping.state import tensors_restored

@@ -3,23 +3,20 @@
 A vectorised loop over the numbers of a tensor computes those behind the last whole two registers by other code, which
 may round otherwise: for one of the 65,536 numbers of two bytes, say. A sum over a dimension outside the records, such
 as time before records, adds columns in another order behind the last whole four registers. The size of a pass has to be
-such that these numbers are none. And the derivative of some operators, such as `prod`, asks whether any number is zero.
+such that these numbers are none.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler_legacy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -54,7 +51,6 @@ _REDUCING = {
     "mean": 1,
     "sum": 1,
 }
-_READING = ("item", "_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
 
 
 def multiple_of(compute: Callable[[int], object], largest: int) -> int | None:
@@ -85,23 +81,6 @@ def _multiple(compute: Callable[[int], object], few: int, many: int) -> int | No
         return max((_multiple_for(few, more, traced) for few, more in zip(seen[0], seen[1], strict=True)), default=1)
     except Exception:  # a user's code may refuse to be watched; ValueError: it computes parts of a pass
         return None
-
-
-def reads_numbers(compute: Callable[[], object]) -> Counter[str]:
-    """Return how often operators of `compute` read numbers of tensors, by which code may decide.
-
-    A `TorchDispatchMode` would not see it: derivatives of torch take other formulas within one.
-    """
-
-    def watched() -> Counter[str]:
-        with profiler_legacy.profile() as seen:
-            compute()
-        names = (event.name.removeprefix("aten::") for event in seen.function_events)
-        return Counter(name for name in names if name in _READING)
-
-    with warnings.catch_warnings(), ThreadPoolExecutor(1) as own_thread:  # a user's profiler may be active in this one
-        warnings.simplefilter("ignore")  # the newer profiler prints
-        return own_thread.submit(watched).result()
 
 
 @dataclass(frozen=True)

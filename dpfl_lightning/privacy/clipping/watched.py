@@ -23,9 +23,10 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import require
 from dpfl_lightning.privacy.clipping.inputs import Inputs
-from dpfl_lightning.privacy.clipping.state import Kept
+from dpfl_lightning.privacy.clipping.passes import checksum
+from dpfl_lightning.privacy.clipping.state import Kept, large_tensors
 
 _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 TORCHS = frozenset({"aten", "prims", "prim", "flex_lib"})  # namespaces of operators
@@ -223,7 +224,12 @@ def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
 _OF_EACH: dict[Any, Any] = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}
 _OF_EACH |= {Tensor._is_all_true: torch.all, Tensor._is_any_true: torch.any}
 #: functions of shapes and dtypes alone
-_OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full"})
+_OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full"}) | {
+    "expand_as",
+    "reshape_as",
+    "type_as",
+    "view_as",
+}
 #: operators for which torch's rules see the records as one table, if places in it are those of records, too
 _TABLES = frozenset({"embedding", "embedding_renorm_"})
 _FILLS = frozenset({"index_fill", "index_fill_"})
@@ -295,12 +301,29 @@ class Watch:
             if isinstance(part, nn.RNNBase)
         ]
         self._before: Kept | None = None
+        self._large: dict[int, tuple[Tensor, int, int]] = {}  # with version and checksum
         self.calls = calls or WatchedCalls(under_vmap)
 
     def begin(self) -> None:
         """Note what is kept before the first pass of a computation: between two, other code may change a model."""
         self.calls.forget()
         self._before = Kept(self._owners) if self._before is None else self._before.again()
+        known, self._large = self._large, {}
+        for one in self._large_tensors().values():
+            before = known.get(id(one))
+            same = before is not None and before[1] == one._version
+            self._large[id(one)] = before if before and same else (one, one._version, checksum(one))
+
+    def end(self) -> None:
+        """Raise UserError if passes changed a large tensor of the model, which its version may not tell."""
+        for name, one in self._large_tensors().items():
+            before = self._large.get(id(one))
+            must = "leave its tensors as they are in a pass"
+            require(before is not None and checksum(one) == before[2], "model", must, f"another {name}")
+
+    def _large_tensors(self) -> dict[str, Tensor]:
+        models = (one for one in self._owners if isinstance(one, nn.Module))
+        return {name: one for model in models for name, one in large_tensors(model).items()}
 
     def enter(self, x: Inputs, y: Tensor) -> None:
         """Note the tensors that a pass gets."""
@@ -311,10 +334,4 @@ class Watch:
         assert self._before is not None
         for layer in self._recurrent:  # which list the parameters of their last pass
             layer._update_flat_weights()
-        changed = self._before.changed()
-        if self.calls.kept() or changed:
-            what = ", ".join(f"`{name}`" for name in changed) or "a tensor of a pass"
-            raise UserError(
-                f"`model` must keep nothing of a pass for the next one, got {what}. Remove attributes, caches, lists "
-                "and counters that a pass fills: they would bring a record into the gradients of others."
-            )
+        self._before.require_same("a tensor of a pass" if self.calls.kept() else "")

@@ -22,7 +22,7 @@ from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.models.model import forward_chunk
 from dpfl_lightning.privacy.clipping.checked import CheckedSum, vmap_or_loop
 from dpfl_lightning.privacy.clipping.inputs import take
-from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, LoopClippedSum, evaluating
+from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, LoopClippedSum, scoring
 from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.runtime.devices import sent, use_exact_products
@@ -113,7 +113,7 @@ class SerialEngine:
     @torch.inference_mode()
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         params, parts = self.module.unflatten(model), []
-        with evaluating(self.module.net), tensors_restored(self.module.net):
+        with scoring(self.module.net, self.module.sample_loss):
             for chunk in rows.split(forward_chunk(model.device)):
                 x = self.clipped_sum.enter(take(self.population.x, chunk))
                 parts.append(self.module.output(params, x))
