@@ -198,3 +198,25 @@ def test_no_record_is_at_the_end_of_a_loop_that_weights_turn_on(width, expected)
         each = [ClipRequest(math.inf, 2, torch.arange(count), count, expected=expected) for count in (41, 40)]
         whole, rest = clipped_sum(params, X, Y, each[0])[0], clipped_sum(params, X[1:], Y[1:], each[1])[0]
         assert torch.equal(whole[1:], rest)
+
+
+class Multiplied(nn.Module):
+    """The derivative of a product asks whether any number of the batch is zero, and then takes another formula."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.first, self.last, self.product = nn.Linear(4, 3), nn.Linear(3, 2), product
+
+    def forward(self, x):
+        return self.last(self.product(self.first(x)))
+
+
+@pytest.mark.parametrize("product", [lambda x: x.prod(1), lambda x: x.cumprod(1)[:, -1]])
+def test_what_a_derivative_reads_in_a_batch_is_no_influence(product):
+    net = Multiplied(product)
+    clipped_sum, _ = clipped_sum_for(net, None, torch.empty(0, 3, 4), torch.empty(0).long())
+    params = {name: torch.randn_like(p) for name, p in net.named_parameters()}
+    params["first.bias"] = torch.zeros(3)
+    x, y = torch.randn(9, 3, 4), torch.zeros(9).long()
+    each, zeros = ClipRequest(1.0, group=torch.arange(9), num_groups=9), torch.cat([x[:8], torch.zeros(1, 3, 4)])
+    assert torch.equal(*(clipped_sum(params, some, y, each)[0][:8] for some in (x, zeros)))

@@ -19,7 +19,7 @@ from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.passes import FixedPasses, is_private
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, VmapClippedSum, cross_entropy_of
-from dpfl_lightning.privacy.clipping.vector_loops import multiple_of, reads_numbers
+from dpfl_lightning.privacy.clipping.vector_loops import multiple_of
 from dpfl_lightning.privacy.mechanism import Gaussian
 
 pytestmark = pytest.mark.usefixtures("code_was_read")  # of rules, and of trials of code
@@ -249,31 +249,6 @@ class Drawing(nn.Module):
         return x + torch.randn_like(x)
 
 
-class Multiplied(nn.Module):
-    """The derivative of a product asks whether any number of the batch is zero, and then takes another formula."""
-
-    def __init__(self, product):
-        super().__init__()
-        self.first, self.last, self.product = nn.Linear(4, 3), nn.Linear(3, 2), product
-
-    def forward(self, x):
-        return self.last(self.product(self.first(x)))
-
-
-@pytest.mark.parametrize("product", [lambda x: x.prod(1), lambda x: x.cumprod(1)[:, -1]])
-def test_what_a_derivative_reads_in_a_batch_is_no_influence(product):
-    net = Multiplied(product)
-    assert reads_numbers(lambda: net(torch.rand(2, 3, 4)).sum().backward()) and not reads_numbers(lambda: torch.ones(2))
-    with torch.autograd.profiler.profile(use_kineto=False):  # a user's, which may be active
-        clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 3, 4), torch.empty(0).long())
-    assert "reads numbers of a batch" in reason
-    params = {name: torch.randn_like(p) for name, p in net.named_parameters()}
-    params["first.bias"] = torch.zeros(3)
-    x, y = torch.randn(9, 3, 4), torch.zeros(9).long()
-    each, zeros = ClipRequest(1.0, group=torch.arange(9), num_groups=9), torch.cat([x[:8], torch.zeros(1, 3, 4)])
-    assert torch.equal(*(clipped_sum(params, some, y, each)[0][:8] for some in (x, zeros)))
-
-
 def test_rows_of_a_computation_that_no_size_passes_are_computed_one_at_a_time():
     x, y = torch.randn(20, 3), torch.zeros(20, dtype=torch.long)
     rows = FixedPasses(EXAMPLES, SIZES).rows("apart", lambda x, y: x - x.mean(0), x, y)
@@ -333,41 +308,6 @@ def test_the_loop_is_plain_autograd():
             for one in (LoopClippedSum(net, loss), VmapClippedSum(loss))
         )
         torch.testing.assert_close(loop, vmap, rtol=1e-9, atol=1e-12)
-
-
-class Gate(nn.Module):
-    """A block with a parameter of its own, which may be told more than its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.inner = nn.Parameter(torch.ones(3)), nn.Linear(3, 3)
-
-    def forward(self, x, mask=None, times=1.0):
-        x = x if mask is None else x.masked_fill(mask[..., None], 0.0)
-        return times * self.scale * self.inner(x)
-
-
-class Telling(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block, self.head = Gate(), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.head(self.block(x, mask=x[..., 0] == 0, times=2.0).mean(1))
-
-
-def test_a_block_gets_its_keyword_arguments():
-    """The end of a record may be padding, which no example without padding shows."""
-    net = Telling()
-    clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 4, 3), torch.empty(0, dtype=torch.long))
-    assert reason == "fast: exact rules but vmap for `block` (Gate)"
-    x, y = torch.randn(6, 4, 3), torch.arange(6) % 3
-    x[::2, 2:] = 0
-    params = {name: p.detach() for name, p in net.named_parameters()}
-    ours, expected = (
-        summed(one, params, x, y, 0.5) for one in (clipped_sum, LoopClippedSum(net, cross_entropy_of(net)))
-    )
-    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
 class Shared(nn.Module):

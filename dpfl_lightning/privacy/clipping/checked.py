@@ -40,6 +40,7 @@ from dpfl_lightning.privacy.clipping.taps import Script, TappedSum
 from dpfl_lightning.privacy.clipping.trial_records import (
     FEW_KINDS,
     KINDS,
+    MASKS,
     RANDOM_KINDS,
     Reference,
     TrialRecords,
@@ -240,7 +241,9 @@ def _kind_of(
 
     There are no rules for `users_code`, which gets single records.
     """
-    kinds = FEW_KINDS if _is_large(passes) else [*range(KINDS)]
+    kinds = FEW_KINDS
+    if users_code and _reads_numbers(net, sample_loss, passes):
+        kinds = MASKS if _is_large(passes) else [*range(KINDS)]
     of_dtype = functools.partial(Reference, net, sample_loss, trials, kinds)
     in_own_dtype = of_dtype(None) if _is_large(passes) else None
     if changed := _changed_in_a_pass(net, sample_loss, passes, in_own_dtype):
@@ -258,6 +261,14 @@ def _kind_of(
             return kind, cause
         by_vmap = _by_vmap_if_right(reference, passes)
     return by_vmap, f"{'loop' if by_vmap is None else 'vmap'}: {cause}"
+
+
+def _reads_numbers(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> bool:
+    """Return whether code reads numbers of a public record, or cannot run under `vmap`."""
+    try:
+        return bool(TappedSum(net, sample_loss, 1).script_of(moved_parameters(net), *take(passes.examples, [0])))
+    except Exception:  # a user's code may raise anything
+        return True
 
 
 def _by_vmap_if_right(reference: Reference, passes: FixedPasses) -> Kind | None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+
+from dpfl_lightning.runtime.dispatch import DispatchMode
 
 _NUMBER = 0.5  # instead of each random number; whole numbers are 0
 
 
-class ConstantDraws(TorchDispatchMode):
+class ConstantDraws(DispatchMode):
     """Within it operators that draw random numbers give a constant, at any level: in functions, layers and `vmap`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from dpfl_lightning.privacy.clipping.passes import SIZES
+from dpfl_lightning.runtime.dispatch import DispatchMode
 
 CROWD = SIZES[-1]  # records in a large batch: no pass has more
 SMALL_CROWD = 16
@@ -29,7 +29,7 @@ def crowd_of(operations: int, parameters: int = 0) -> int:
     return max(4, min(CROWD, _MOST_WORK // max(1, operations, _WORK_OF_A_PARAMETER * parameters)))
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0

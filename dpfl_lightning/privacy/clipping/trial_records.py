@@ -26,7 +26,8 @@ from dpfl_lightning.privacy.clipping.state import tensors_restored
 #: whole numbers are masks; padded on the left, where all parts but the first are masks, or only the first; and zeros
 ONES, HALF, EXTREME, RIGHT, LEFT, LEFT_FIRST, EMPTY = range(3, 10)
 RANDOM_KINDS, KINDS = 3, 10
-FEW_KINDS = [ONES, EXTREME, RIGHT, LEFT, LEFT_FIRST, EMPTY]  # of a large model; masks of ones and padded ones
+FEW_KINDS = [0, ONES, RIGHT]  # for code that reads no numbers of records
+MASKS = [ONES, EXTREME, RIGHT, LEFT, LEFT_FIRST, EMPTY]  # of a large model that does; masks of ones and padded ones
 _UNUSUAL = (LEFT, LEFT_FIRST, EMPTY)  # for which a model may raise an error, or give no finite loss
 _QUICKER_ON_A_GPU = 256  # times as many operations of a pass take no longer there
 _MOST_KEPT = 1 << 22  # numbers of the gradients that the reference keeps

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from dpfl_lightning.runtime.dispatch import DispatchMode
 
 _FEW = 7  # records of the first pass in which operators are seen
 _MANY = (11, 17, 29, 37, 41, 53, 59, 67, 73, 83, 89, 97)  # of the second one; parts of such a pass are unequal
@@ -104,7 +105,7 @@ class _Operator:
     reduced: tuple[int, ...] = ()
 
 
-class _Seen(TorchDispatchMode):
+class _Seen(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operators: list[_Operator] = []
