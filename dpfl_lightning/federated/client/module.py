@@ -105,6 +105,7 @@ class ClientModule(Model, L.LightningModule):
         metrics: keys of `federated.client.metrics.METRICS`, empty for those of the task.
         probabilities: whether outputs are probabilities; None finds it out on random records if the loss is given.
         fix: replace layers that mix records, such as BatchNorm by GroupNorm, in a copy of the model.
+        per_record: train with the losses of single records also if those of a batch are others, as contrastive ones.
 
     The class is final. Raises UserError as `Model`, and for a LightningModule with manual optimisation.
 
@@ -123,6 +124,7 @@ class ClientModule(Model, L.LightningModule):
         metrics: Sequence[str] = (),
         probabilities: bool | None = None,
         fix: bool = False,
+        per_record: bool = False,
     ) -> None:
         require(not isinstance(model, ClientModule), "model", "be the model of one ClientModule", type(model).__name__)
         advice = "Such as lambda parameters: torch.optim.Adam(parameters): each round of a client has a new one."
@@ -146,6 +148,7 @@ class ClientModule(Model, L.LightningModule):
         self.optimizer_from = "optimizer" if optimizer is not None else by_method
         self.automatic_optimization = False
         self.loss_factor = 1.0  # of each record; an audit shrinks it
+        self.per_record = per_record
         self.large = False  # checks then compare few records; found before a run
         self.metrics, self.probabilities = tuple(metrics), probabilities
         self.local_task: LocalTask | None = None
@@ -195,7 +198,7 @@ class ClientModule(Model, L.LightningModule):
         require(self._defines("forward"), "forward", "be a method of a LightningModule", "none", advice)
         if self.adapted is None:
             return
-        self.adapted.prepare(self.output, self.named_trainable, x, y, num_classes, form)
+        self.adapted.prepare(x, y, num_classes, form, self.per_record)
         with evaluating(self.net):
             output = self.output(self.named_trainable, x)
         advice = "Return logits or real numbers, and take the argmax in predict_step."
@@ -207,7 +210,7 @@ class ClientModule(Model, L.LightningModule):
         `output` and `y` are those of the rows.
         """
         with evaluating(self.net):
-            if self.adapted is None or not self.adapted.whole:
+            if self.adapted is None:
                 return self.loss(output, y)
             params, chunk = self.unflatten(model), forward_chunk(model.device)
             parts = zip(rows.split(chunk), y.split(chunk), strict=True)
@@ -217,16 +220,8 @@ class ClientModule(Model, L.LightningModule):
         if isinstance(x, Block):  # of each person the mean loss of its rows
             losses = self.sample_loss(params, x.rows, y.flatten(0, 1))
             return (losses.unflatten(0, x.weights.shape) * x.weights).sum(dim=1)
-        if self.adapted is not None and self.adapted.whole:
-            losses = self.adapted.sample_loss(params, x, y)
-        else:
-            losses = super().sample_loss(params, x, y)
+        losses = super().sample_loss(params, x, y) if self.adapted is None else self.adapted.sample_loss(params, x, y)
         return losses if self.loss_factor == 1 else losses * self.loss_factor
-
-    def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        if self.adapted is None or self.adapted.whole:
-            return super().loss(output, y)
-        return self.adapted.loss(output, y)
 
     @property
     def loss_is_known(self) -> bool:
@@ -321,6 +316,8 @@ class ClientModule(Model, L.LightningModule):
 
     def on_fit_start(self) -> None:
         self._require_task()
+        if is_lightning(self.net):
+            self.net.trainer = None  # which changes in a pass, in which the model must keep nothing
 
     def _require_task(self) -> LocalTask:
         if self.local_task is None:
