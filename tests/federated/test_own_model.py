@@ -377,6 +377,23 @@ def test_a_loss_that_pairs_records_is_refused_unless_that_of_single_records_is_a
     make_loop(module=ClientModule(step(of), per_record=True))
 
 
+def by_size(self, x, y):
+    return F.cross_entropy(self(x), y) * len(x) ** 0.5
+
+
+class DroppingStep(Step, Dropping):
+    pass
+
+
+def test_a_loss_is_compared_without_dropout_away_from_zeros_and_for_labels_of_several_classes():
+    of_zeros = step(of_most_labels)
+    nn.init.zeros_(of_zeros.net[2].weight)
+    nn.init.zeros_(of_zeros.net[2].bias)
+    for own in (step(by_size, DroppingStep), step(of_most_labels), of_zeros):
+        with pytest.raises(UserError, match="depends on other records"):
+            ClientModule(own).prepare(torch.randn(2, 6), torch.zeros(2).long(), 3)
+
+
 def test_a_loss_that_pairs_records_trains_by_single_records_if_that_is_asked_for(make_loop, one_noise):
     options = {"rounds": 1, "privacy": None}
     paired = trained(make_loop, ClientModule(step(of_half_the_batch), per_record=True), **options)
@@ -433,6 +450,16 @@ def test_class_weights_weigh_each_record_whatever_the_others_are():
     torch.testing.assert_close(own.sample_loss(own.named_trainable, x[2:3], y[2:3]), expected[2:3])
 
 
+def test_class_weights_weigh_the_labels_of_a_record_that_count():
+    weights = torch.tensor([1.0, 1.0, 50.0])
+    of = step(lambda self, x, y: F.cross_entropy(self(x), y, weights), forward=lambda self, x: self.net(x).mT)
+    own, x, y = ClientModule(of), torch.randn(8, 4, 6), torch.randint(3, (8, 4))
+    own.prepare(x, y, 3)
+    y[:, 1:3] = -100
+    each = F.cross_entropy(own.net(x), y, weights, reduction="none")
+    torch.testing.assert_close(own.sample_loss(own.named_trainable, x, y), each.sum(dim=1) / 2)
+
+
 def test_a_person_has_the_mean_of_the_losses_of_its_records():
     own, x, y = ClientModule(step(plain)), torch.randn(20, 6), torch.arange(20) % 3
     own.prepare(x, y, 3)
@@ -448,7 +475,7 @@ def test_a_person_has_the_mean_of_the_losses_of_its_records():
     loop, request = LoopClippedSum(own.net, own.sample_loss), ClipRequest(0.1, group=torch.arange(5), num_groups=5)
     ours, expected = (one(own.named_trainable, people, labels, request)[0] for one in (clipped_sum, loop))
     torch.testing.assert_close(ours, expected)
-    assert reason.startswith("vmap: ")
+    assert reason.startswith("vmap: ") and not clipped_sum.choose().direct
 
 
 def test_a_training_step_that_reads_its_loss_runs_for_one_record_after_the_other(make_loop):
