@@ -73,10 +73,13 @@ def build_module(options: Options, population: Population | Facts) -> ClientModu
     Raises UserError if a ClientModule has another task or other metrics than the configuration.
     """
     model, task, metrics = _build_model(options, population), options.task, tuple(options.evaluation.metrics)
-    priors = options.model.get("class_priors")
+    priors, per_record = options.model.get("class_priors"), options.model.get("per_record", False)
+    require(isinstance(per_record, bool), "model.per_record", "be true or false", per_record)
     if not isinstance(model, ClientModule):
         loss = None if priors is None else ClassWeightedLoss.of_priors(priors, population.num_classes)
-        return ClientModule(model, loss, task=task, metrics=metrics)
+        return ClientModule(model, loss, task=task, metrics=metrics, per_record=per_record)
+    advice = "Write ClientModule(model, per_record=True)."
+    require(not per_record, "model.per_record", "be left out", per_record, advice)
     require(priors is None, "model.class_priors", "be left out: the ClientModule has a loss", priors)
     advice = "The ClientModule sets it, too: set it in one place."
     require(task is None or model.named_task in (None, task), "task", f"be {model.named_task!r}", task, advice)
@@ -97,12 +100,12 @@ def build_net(options: Options, population: Population | Facts) -> nn.Module:
 
 def _build_model(options: Options, population: Population | Facts) -> nn.Module:
     torch.manual_seed(options.seed)
-    model = dict(options.model)
-    model.pop("class_priors", None)  # of the loss
+    model = {key: value for key, value in options.model.items() if key not in models.OF_LOSS}
     if "class_path" in model:
         path, arguments, fix = model.pop("class_path"), model.pop("init_args", None) or {}, model.pop("fix", False)
         require(isinstance(fix, bool), "model.fix", "be true or false", fix)
-        require(not model, "model", "have class_path, init_args, fix and class_priors only", ", ".join(model))
+        must = "have class_path, init_args, fix, per_record and class_priors only"
+        require(not model, "model", must, ", ".join(model))
         made = made_by("model", path, arguments)
         require(isinstance(made, nn.Module), "model.class_path", "return a torch.nn.Module", type(made).__name__)
         of_module = isinstance(made, ClientModule)

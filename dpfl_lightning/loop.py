@@ -244,12 +244,8 @@ def _notice(module: ClientModule, clients: ClientOptions) -> None:
     name, lines = type(module.net).__name__, []
     if module.unused:
         lines.append(f"not used of {name}: {', '.join(module.unused)}")
-    if module.adapted is not None and module.adapted.whole:
-        if not module.adapted.unreduced:
-            slow = "which is slower than losses of torch for a batch of outputs"
-            lines.append(f"training_step of {name} runs for each record alone, {slow}")
-        if not module.adapted.calls_forward:
-            lines.append(f"training_step of {name} does not call forward, whose outputs give accuracy and metrics")
+    if module.adapted is not None and not module.adapted.calls_forward:
+        lines.append(f"training_step of {name} does not call forward, whose outputs give accuracy and metrics")
     if module.optimizer_from:
         usual, keys = ClientOptions(), ("learning_rate", "optimizer", "schedule")
         ignored = [f"clients.{key}" for key in keys if getattr(clients, key) != getattr(usual, key)]

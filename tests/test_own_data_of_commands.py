@@ -192,6 +192,13 @@ def test_a_users_module_has_the_task_and_the_metrics_of_the_configuration(words,
     assert (module.named_task, module.metrics) == (task, metrics)
 
 
+@pytest.mark.parametrize("words", [["--model", "{class_path: hospitals_of_tests.net, init_args: {width: 2}}"], []])
+def test_losses_of_single_records_are_asked_for_in_the_configuration(words, place):
+    for given, expected in ([], False), (["--model.per_record", "true"], True):
+        options, _ = load(["--config", "own.yaml", *words, *given])
+        assert build_module(options, build_population(options)).per_record is expected
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -212,6 +219,11 @@ def test_a_users_module_has_the_task_and_the_metrics_of_the_configuration(words,
             "must return a torch.nn.M",
         ),
         (["--model.class_path", "hospitals_of_tests.number"], "`model.class_path` must be a class or a function"),
+        (
+            [*OWN_MODEL, "--model.per_record", "true"],
+            "`model.per_record` must be left out, got True. Write ClientModule(model, per_record=True).",
+        ),
+        ([*OWN_MODEL, "--model.per_record", "3"], "`model.per_record` must be true or false, got 3."),
     ],
 )
 def test_a_users_module_that_does_not_fit_the_configuration_is_refused(words, message, place):

@@ -306,6 +306,7 @@ class Options(Section, section=""):
         model: the model: {name, options}. personal_input: true adds an input transformation that each client keeps to
             itself (PRIVATEFL). For your own model: {class_path: package.module.class_or_function, init_args: {...}}.
             fix: true replaces layers that mix records, such as BatchNorm by GroupNorm, by Opacus' ModuleValidator.
+            per_record: true trains with the losses of single records also if those of a batch are others.
             class_priors: [0.9, 0.1] weighs the loss of each record by the inverse of its class's public share.
         task: what labels and outputs mean, which gives loss, accuracy and metrics; null infers it from the shapes of
             the model's outputs and the labels, and the plan shows it.

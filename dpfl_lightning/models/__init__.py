@@ -18,6 +18,7 @@ from dpfl_lightning.models.nets import PersonalInput
 
 __all__ = ["PersonalInput", "build", "check_net", "fixed", "named"]
 
+OF_LOSS = ("class_priors", "per_record")  # keys of section `model` that are of the loss, not of the model
 #: registry name -> function(input_shape, num_classes, **options); `names_in` reads the names from this source
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "cnn_small": nets.cnn_small,

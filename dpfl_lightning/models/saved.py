@@ -13,7 +13,7 @@ import dpfl_lightning
 from dpfl_lightning.config.public import published
 from dpfl_lightning.config.reading import expecting, read_safetensors
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.models import named
+from dpfl_lightning.models import OF_LOSS, named
 from dpfl_lightning.models.model import has_frozen, load_trained
 
 _BY_NAME = "dpfl_lightning.models.named"
@@ -26,7 +26,7 @@ def code_of(net: nn.Module, model: Mapping[str, Any], input_shape: Any, num_clas
     """
     given: Any = model.get("init_args")
     if "name" in model:
-        of_model = {key: value for key, value in model.items() if key != "class_priors"}  # of the loss
+        of_model = {key: value for key, value in model.items() if key not in OF_LOSS}
         path, given = _BY_NAME, {"model": of_model, "input_shape": input_shape, "num_classes": num_classes}
     else:
         path = model.get("class_path") or f"{type(net).__module__}.{type(net).__qualname__}"

@@ -3,7 +3,6 @@
 import copy
 import random
 import sys
-import warnings
 
 import lightning as L
 import numpy as np
@@ -28,7 +27,8 @@ from dpfl_lightning.models.learning_rates import build_schedule
 from dpfl_lightning.models.model import load_trained
 from dpfl_lightning.models.optimizers import SGD, build_optimizer
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
-from dpfl_lightning.privacy.clipping.reference import ClipRequest
+from dpfl_lightning.privacy.clipping.inputs import Block, take
+from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, evaluating
 from dpfl_lightning.reporting.progress import Progress
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
 from dpfl_lightning.strategies.clustering.local import Local
@@ -176,23 +176,35 @@ def test_loss_optimiser_and_schedule_of_a_lightning_module_are_used(make_loop, o
     assert not torch.allclose(reference, expected, atol=1e-3)
 
 
-def test_how_the_loss_is_computed_is_found_on_random_records(make_loop):
-    kinds = ((Lit, "", True), (OfAChild, "net", True), (OwnFormula, "", False), (OfInputs, None, False))
-    for kind, *expected in (*kinds, (Dropping, "", True), (Standardising, "", True)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            adapted = make_loop(module=kind()).module.adapted
-        assert any("runs for each record alone" in str(one.message) for one in caught) == (kind is OfInputs)
-        assert [adapted.part, adapted.unreduced] == expected and adapted.whole == (kind is OfInputs)
+@pytest.mark.parametrize("kind", [Lit, OfAChild, OwnFormula, OfInputs, Dropping, Standardising])
+def test_the_loss_of_a_record_is_the_training_step_on_it_alone(kind, make_loop, recwarn):
+    loop = make_loop(module=kind())
+    module, net = loop.module, copy.deepcopy(loop.module.net)
+    assert module.adapted.runs_under_vmap and not any("alone" in str(one.message) for one in recwarn)
+    x, y = loop.population.x[:5], loop.population.y[:5]
+    with evaluating(module.net, net), torch.no_grad():
+        losses = module.sample_loss(module.named_trainable, x, y)
+        batches = [((x[row : row + 1].clone(), y[row : row + 1]), 0) for row in range(5)]
+        each = [net.training_step(*batch[: 1 if kind is OfInputs else 2]) for batch in batches]
+    each = [one["loss"] if kind is OfAChild else one for one in each]
+    torch.testing.assert_close(losses, torch.stack(each))
 
 
 DRAWING = (MixesNowAndThen, MixesByPython, OnlyMixes, MixesByNumPy, MixesInForward)
 
 
 @pytest.mark.parametrize("kind", DRAWING)
-def test_a_lightning_module_that_draws_by_itself_runs_for_each_record_alone(make_loop, kind):
-    adapted = make_loop(module=kind()).module.adapted
-    assert (adapted.part, adapted.unreduced) == (None, False)
+def test_a_training_step_that_mixes_records_now_and_then_mixes_none_in_a_run(kind, make_loop, monkeypatch):
+    module = make_loop(module=kind()).module
+    drawn = {"random.random": lambda: 0.0, "numpy.random.rand": lambda: 0.0, "torch.rand": lambda _: torch.tensor(0.6)}
+    for name, draw in drawn.items():
+        monkeypatch.setattr(name, draw)
+    monkeypatch.setattr("torch.randn_like", torch.zeros_like)
+    x, y = torch.randn(4, 6), torch.arange(4) % 3
+    with torch.no_grad():
+        losses = module.sample_loss(module.named_trainable, x, y)
+        each = [module.net.criterion(module.net.net(x[[row]]), y[[row]]) for row in range(4)]
+    torch.testing.assert_close(losses, torch.stack(each))
 
 
 def test_what_is_not_used_of_a_lightning_module_is_said(make_loop):
@@ -251,7 +263,6 @@ def noisy(self, x, y):
 def test_what_a_training_step_does_only_in_training_is_trained(of, make_loop):
     loop = make_loop(module=step(of), rounds=1)
     module, batch = loop.module, (torch.ones(3, 6), torch.arange(3))
-    assert module.adapted.whole
     with torch.no_grad():
         plain = F.cross_entropy(module.net(batch[0]), batch[1], reduction="none")
         assert not torch.allclose(module.sample_loss(module.named_trainable, *batch), plain, rtol=1e-2)
@@ -330,6 +341,67 @@ def test_a_training_step_that_needs_more_than_its_records_is_refused(module, wor
         make_loop(module=module())
 
 
+def contrastive(self, x, y):
+    return F.cross_entropy(self(x) @ self(x).T, torch.arange(len(x), device=x.device))
+
+
+def of_half_the_batch(self, x, y):
+    return F.cross_entropy(self(x), y) + F.cross_entropy(self(x).mean(dim=0, keepdim=True), y[:1])
+
+
+def normalised(self, x, y):
+    return F.cross_entropy(self((x - x.mean(dim=0)) / (x.var(dim=0, correction=0) + 1e-2).sqrt()), y)
+
+
+def rooted(self, x, y):
+    return F.mse_loss(self(x), F.one_hot(y, 3).float()).sqrt()
+
+
+def of_most_labels(self, x, y):
+    losses, weights = F.cross_entropy(self(x), y, reduction="none"), 1.0 + y
+    return (losses * weights).sum() / weights.sum()
+
+
+def dropping_contrastive(self, x, y):
+    return contrastive(self, F.dropout(x, 0.1), y)
+
+
+PAIRING = (contrastive, of_half_the_batch, normalised, rooted, of_most_labels, dropping_contrastive, mixed_up)
+
+
+@pytest.mark.parametrize("of", PAIRING)
+def test_a_loss_that_pairs_records_is_refused_unless_that_of_single_records_is_asked_for(of, make_loop):
+    words = "depends on other records.*losses of single records, which train nothing of what pairs.*per_record=True"
+    with pytest.raises(UserError, match=words):
+        make_loop(module=ClientModule(step(of)))
+    make_loop(module=ClientModule(step(of), per_record=True))
+
+
+def by_size(self, x, y):
+    return F.cross_entropy(self(x), y) * len(x) ** 0.5
+
+
+class DroppingStep(Step, Dropping):
+    pass
+
+
+def test_a_loss_is_compared_without_dropout_away_from_zeros_and_for_labels_of_several_classes():
+    of_zeros = step(of_most_labels)
+    nn.init.zeros_(of_zeros.net[2].weight)
+    nn.init.zeros_(of_zeros.net[2].bias)
+    for own in (step(by_size, DroppingStep), step(of_most_labels), of_zeros):
+        with pytest.raises(UserError, match="depends on other records"):
+            ClientModule(own).prepare(torch.randn(2, 6), torch.zeros(2).long(), 3)
+
+
+def test_a_loss_that_pairs_records_trains_by_single_records_if_that_is_asked_for(make_loop, one_noise):
+    options = {"rounds": 1, "privacy": None}
+    paired = trained(make_loop, ClientModule(step(of_half_the_batch), per_record=True), **options)
+    once, twice = (step(lambda self, x, y, many=many: many * F.cross_entropy(self(x), y)) for many in (1, 2))
+    torch.testing.assert_close(paired, trained(make_loop, twice, **options), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(paired, trained(make_loop, once, **options), atol=1e-4)
+
+
 def logged(self, x, y):
     self.history.append(F.cross_entropy(self(x), y).item())
     self.history.clear()
@@ -341,10 +413,10 @@ def read_of_inputs(self, x, y):
     return loss if loss.item() < 100 else 0 * loss
 
 
-@pytest.mark.parametrize("of, whole, engine", [(logged, False, "exact rules"), (read_of_inputs, True, "loop: ")])
-def test_a_training_step_may_read_its_loss(of, whole, engine, make_loop, one_noise):
+@pytest.mark.parametrize("of, engine", [(logged, "loop: "), (read_of_inputs, "loop: ")])
+def test_a_training_step_may_read_its_loss(of, engine, make_loop, one_noise):
     loop = make_loop(module=step(of, history=[]), rounds=1)
-    assert loop.module.adapted.whole == whole and not loop.module.adapted.runs_under_vmap
+    assert not loop.module.adapted.runs_under_vmap
     loop.run()
     assert engine in loop.clients.description
     ours, reference = (trained(make_loop, step(of, history=[]), name, rounds=1) for name in ("fast", "serial"))
@@ -367,7 +439,6 @@ def test_each_record_has_the_mean_over_its_labels_that_count():
     y[:, 1:3] = -100
     expected = [F.cross_entropy(one, labels) for one, labels in zip(module.net(x), y, strict=True)]
     torch.testing.assert_close(own.sample_loss(own.named_trainable, x, y), torch.stack(expected))
-    assert not own.adapted.whole and own.adapted.unreduced
 
 
 def test_class_weights_weigh_each_record_whatever_the_others_are():
@@ -377,7 +448,34 @@ def test_class_weights_weigh_each_record_whatever_the_others_are():
     expected = F.cross_entropy(module.net(x), y, reduction="none") * torch.tensor([1.0, 1.0, 50.0])[y]
     torch.testing.assert_close(own.sample_loss(own.named_trainable, x, y), expected)
     torch.testing.assert_close(own.sample_loss(own.named_trainable, x[2:3], y[2:3]), expected[2:3])
-    assert own.adapted.part == "" and own.adapted.unreduced
+
+
+def test_class_weights_weigh_the_labels_of_a_record_that_count():
+    weights = torch.tensor([1.0, 1.0, 50.0])
+    of = step(lambda self, x, y: F.cross_entropy(self(x), y, weights), forward=lambda self, x: self.net(x).mT)
+    own, x, y = ClientModule(of), torch.randn(8, 4, 6), torch.randint(3, (8, 4))
+    own.prepare(x, y, 3)
+    y[:, 1:3] = -100
+    each = F.cross_entropy(own.net(x), y, weights, reduction="none")
+    torch.testing.assert_close(own.sample_loss(own.named_trainable, x, y), each.sum(dim=1) / 2)
+
+
+def test_a_person_has_the_mean_of_the_losses_of_its_records():
+    own, x, y = ClientModule(step(plain)), torch.randn(20, 6), torch.arange(20) % 3
+    own.prepare(x, y, 3)
+    present = torch.ones(5, 4, dtype=torch.bool)
+    present[3, 1:] = False
+    people, labels = Block.of(x, present), y.unflatten(0, (5, 4))
+    each = [
+        F.cross_entropy(own.net(x[4 * row : 4 * row + 4][some]), y[4 * row : 4 * row + 4][some])
+        for row, some in enumerate(present)
+    ]
+    torch.testing.assert_close(own.sample_loss(own.named_trainable, people, labels), torch.stack(each))
+    clipped_sum, reason = clipped_sum_for(own.net, own.sample_loss, take(people, slice(0)), labels[:0])
+    loop, request = LoopClippedSum(own.net, own.sample_loss), ClipRequest(0.1, group=torch.arange(5), num_groups=5)
+    ours, expected = (one(own.named_trainable, people, labels, request)[0] for one in (clipped_sum, loop))
+    torch.testing.assert_close(ours, expected)
+    assert reason.startswith("vmap: ") and not clipped_sum.choose().direct
 
 
 def test_a_training_step_that_reads_its_loss_runs_for_one_record_after_the_other(make_loop):
@@ -449,7 +547,6 @@ def test_what_a_training_step_does_for_unusual_records_only_is_trained(of, metho
     module = step(of, **methods)
     own, x, y = ClientModule(module), torch.randn(8, 6), torch.arange(8) % 3
     own.prepare(x, y, 3)
-    assert own.adapted.whole
     x[1], y[1] = unusual_x, unusual_y
     each = [module.training_step((x[row : row + 1], y[row : row + 1]), 0) for row in range(8)]
     expected = torch.stack([torch.zeros(()) if one is None else one.detach() for one in each])
@@ -482,12 +579,12 @@ def of_log(self, x, y):
     return loss
 
 
-@pytest.mark.parametrize("of", [of_views, of_wide, of_log])
-def test_shapes_dtypes_and_logs_leave_a_training_step_fast(of):
+@pytest.mark.parametrize("of, engine", [(of_views, "vmap: "), (of_wide, "vmap: "), (of_log, "loop: ")])
+def test_shapes_and_dtypes_leave_a_training_step_under_vmap(of, engine):
     module = step(of, forward=lambda self, x: self.net(x.float()))
     own, x, y = ClientModule(module), torch.randn(8, 6), torch.arange(8) % 3
     own.prepare(x, y, 3)
-    assert (own.adapted.part, own.adapted.unreduced) == ("", True)
+    assert clipped_sum_for(module, own.sample_loss, x[:0], y[:0])[1].startswith(engine)
 
 
 def test_a_training_step_without_a_loss_is_refused(make_loop):
@@ -501,11 +598,11 @@ def attending(self, x):
     return self.net(F.dropout(attended[:, 0, :, 0] + x, 0.3, self.training))
 
 
-def test_dropout_by_functions_leaves_a_training_step_fast():
+def test_dropout_by_functions_leaves_a_training_step_under_vmap():
     module = step(plain, forward=attending)
     own, x, y = ClientModule(module).train(), torch.randn(8, 6), torch.arange(8) % 3
     own.prepare(x, y, 3)
-    assert (own.adapted.part, own.adapted.unreduced) == ("", True)
+    assert own.adapted.runs_under_vmap
 
 
 class Masked(nn.Module):
@@ -557,7 +654,7 @@ def test_batches_are_dictionaries_or_tuples_as_the_users_records_are(make_loop, 
         loop.run()
         reference = loop.module.flat if reference is None else reference
         torch.testing.assert_close(loop.module.flat, reference, rtol=1e-4, atol=1e-5)
-    assert loop.module.adapted.whole and loop.module.adapted.unreduced and people.form.label == "labels"
+    assert people.form.label == "labels"
 
 
 class OfX(nn.Module):
@@ -571,7 +668,9 @@ class OfX(nn.Module):
 
 def test_keys_that_a_model_does_not_take_are_left_out_and_named(make_loop):
     x, y = torch.randn(20, 6), torch.arange(20) % 3
-    people = Population.from_datasets([{"x": x, "age": y, "diagnosis": y}], num_classes=3, label="diagnosis")
+    people = Population.from_datasets(
+        [{"x": x, "age": y, "diagnosis": y}], num_classes=3, label="diagnosis", held_out=0
+    )
     with pytest.warns(UserNotice, match="no argument age"):
         make_loop(people, ClientModule(OfX()), privacy=None)
     with pytest.raises(UserError, match="must take the keys of the records as arguments, got 'age, x'"):

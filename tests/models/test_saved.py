@@ -24,7 +24,7 @@ def written(path, net, model=None, shape=(1, 28, 28), classes=10):
 
 def test_a_model_of_the_package_is_loaded_from_its_file_alone(tmp_path):
     net = named(CNN, (1, 28, 28), 10)
-    path = written(tmp_path / "model.safetensors", net, {**CNN, "class_priors": [0.1] * 10})
+    path = written(tmp_path / "model.safetensors", net, {**CNN, "class_priors": [0.1] * 10, "per_record": True})
     code = read_safetensors(path)[1]
     assert code["class_path"] == "dpfl_lightning.models.named" and code["dpfl_lightning"] and code["torch"]
     assert code["init_args"] == {"model": CNN, "input_shape": [1, 28, 28], "num_classes": 10}

@@ -309,7 +309,7 @@ def _gives_probabilities(module: ClientModule, task: Task, population: Populatio
     if task.name not in ("binary", "multilabel", "multiclass", "segmentation"):
         return False
     x, y = dummy_batch(population, records=8, device=module.device)
-    outputs, generator = [], torch.Generator().manual_seed(0)
+    outputs, losses, generator = [], [], torch.Generator().manual_seed(0)
     with evaluating(module.net):
         for size in (1.0, 30.0):
             params = {
@@ -321,6 +321,7 @@ def _gives_probabilities(module: ClientModule, task: Task, population: Populatio
             if ((few < 0) | (few > 1)).logical_and(few.isfinite()).any():  # as of most models
                 return False
             outputs.append(module.output(params, large))
+            losses.append(module.sample_loss(params, large, y))
     finite = torch.cat(outputs)
     finite = finite[finite.isfinite().reshape(len(finite), -1).all(dim=1)]
     if not len(finite) or finite.min() < 0 or finite.max() > 1 or finite.min() == finite.max():
@@ -328,9 +329,9 @@ def _gives_probabilities(module: ClientModule, task: Task, population: Populatio
     if not task.zero_or_one or (task.name == "binary" and finite.shape[1:] == (2,)):
         sums = finite.sum(dim=1)
         probable = torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
-        if probable and (module.adapted is None or not module.adapted.whole):
+        if probable:
             of_logits = cross_entropy(outputs[0], y, reduction="none").reshape(len(y), -1).mean(dim=1)
-            if torch.allclose(module.loss(outputs[0], y), of_logits, atol=1e-6):
+            if torch.allclose(losses[0], of_logits, atol=1e-6):
                 warn_user("the model gives probabilities, and its cross entropy takes logits: remove its last Softmax")
         return module.users_loss and probable
     advice = "Remove its last Sigmoid, or pass ClientModule(model, loss=...)."

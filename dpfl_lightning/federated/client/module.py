@@ -205,7 +205,7 @@ class ClientModule(Model, L.LightningModule):
         require(self._defines("forward"), "forward", "be a method of a LightningModule", "none", advice)
         if self.adapted is None:
             return
-        self.adapted.prepare(self.output, self.named_trainable, x, y, num_classes, form)
+        self.adapted.prepare(x, y, num_classes, form, self.per_record)
         with evaluating(self.net):
             output = self.output(self.named_trainable, x)
         advice = "Return logits or real numbers, and take the argmax in predict_step."
@@ -217,7 +217,7 @@ class ClientModule(Model, L.LightningModule):
         `output` and `y` are those of the rows.
         """
         with scoring(self.net, self.sample_loss):
-            if self.adapted is None or not self.adapted.whole:
+            if self.adapted is None:
                 return self.loss(output, y)
             params, chunk = self.unflatten(model), forward_chunk(model.device)
             parts = zip(rows.split(chunk), y.split(chunk), strict=True)
@@ -227,16 +227,8 @@ class ClientModule(Model, L.LightningModule):
         if isinstance(x, Block):  # of each person the mean loss of its rows
             losses = self.sample_loss(params, x.rows, y.flatten(0, 1))
             return (losses.unflatten(0, x.weights.shape) * x.weights).sum(dim=1)
-        if self.adapted is not None and self.adapted.whole:
-            losses = self.adapted.sample_loss(params, x, y)
-        else:
-            losses = super().sample_loss(params, x, y)
+        losses = super().sample_loss(params, x, y) if self.adapted is None else self.adapted.sample_loss(params, x, y)
         return losses if self.loss_factor == 1 else losses * self.loss_factor
-
-    def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        if self.adapted is None or self.adapted.whole:
-            return super().loss(output, y)
-        return self.adapted.loss(output, y)
 
     @property
     def loss_is_known(self) -> bool:
@@ -331,6 +323,8 @@ class ClientModule(Model, L.LightningModule):
 
     def on_fit_start(self) -> None:
         self._require_task()
+        if is_lightning(self.net):
+            self.net.trainer = None  # which changes in a pass, in which the model must keep nothing
 
     def _require_task(self) -> LocalTask:
         if self.local_task is None:
