@@ -75,7 +75,7 @@ def check_net(net: nn.Module) -> None:
     Traceback (most recent call last):
     ...
     dpfl_lightning.errors.UserError: `net.1` must see one record at a time, got BatchNorm2d, which mixes the \
-records of a batch. Use nn.GroupNorm(2, 4) instead, or freeze its statistics by .eval().
+records of a batch. Use nn.GroupNorm(1, 4) instead, or freeze its statistics by .eval().
     """
     refused = {name: (layer, why) for name, layer in net.named_modules() if (why := _not_private(layer))}
     if refused:
@@ -109,19 +109,17 @@ records of a batch. Use nn.GroupNorm(2, 4) instead, or freeze its statistics by 
 
 
 def fixed(net: nn.Module) -> nn.Module:
-    """Return a copy in which Opacus' `ModuleValidator` has replaced layers that cannot be private; warns of them.
+    """Return a copy in which layers that cannot be private are replaced; warns of them.
 
-    BatchNorm becomes a new GroupNorm: what it has learned is lost.
+    BatchNorm becomes a new GroupNorm, followed by what a subclass has inside, such as an activation: what it has
+    learned is lost. InstanceNorm keeps no statistics.
     """
-    from opacus.validators import ModuleValidator  # takes seconds
-
     net, new, words = copy.deepcopy(net), dict[nn.Module, nn.Module](), []
     for name, layer in [*net.named_modules(remove_duplicate=False)]:
-        fixer = ModuleValidator.FIXERS.get(type(layer))
-        if fixer is None or _not_private(layer) is None:
+        if _not_private(layer) is None or not isinstance(layer, _BatchNorm | _InstanceNorm):
             continue
         if layer not in new:
-            new[layer] = fixer(layer)
+            new[layer] = _replacement(layer)
             words.append(f"{name or 'net'}: {type(layer).__name__} by {new[layer]}")
         if name:
             net.set_submodule(name, new[layer])
@@ -132,12 +130,42 @@ def fixed(net: nn.Module) -> nn.Module:
     return net
 
 
+def _replacement(layer: nn.Module) -> nn.Module:
+    """Return a layer of single records for a BatchNorm, or an InstanceNorm with statistics."""
+    if isinstance(layer, _InstanceNorm):
+        layer = copy.copy(layer)
+        layer.track_running_stats, layer._buffers = False, dict.fromkeys(layer._buffers)
+        return layer
+    assert isinstance(layer, _BatchNorm)
+    options = {
+        "eps": layer.eps,
+        "affine": layer.affine,
+        "device": next((one.device for one in layer.parameters()), None),
+    }
+    norm = nn.GroupNorm(_groups_of(layer), layer.num_features, **options)
+    inside = [*layer.children()]
+    return nn.Sequential(norm, *inside) if inside else norm
+
+
+_MOST_GROUPS, _FEWEST_IN_A_GROUP = 32, 8
+
+
+def _groups_of(layer: _BatchNorm) -> int:
+    """Return how many groups have at least 8 channels each: a group of few numbers has little but its signs left.
+
+    Vectors have one group.
+    """
+    channels = layer.num_features
+    most = 1 if isinstance(layer, nn.BatchNorm1d) else min(_MOST_GROUPS, channels // _FEWEST_IN_A_GROUP)
+    return next((groups for groups in range(most, 0, -1) if channels % groups == 0), 1)
+
+
 def _not_private(layer: nn.Module) -> tuple[str, str] | None:
     """Return why a layer cannot be private, and the way out; None if it can."""
     if isinstance(layer, _BatchNorm):
         if not layer.training and layer.running_mean is not None:
             return None  # public statistics, which no record changes
-        way_out = f"nn.GroupNorm({2 if layer.num_features % 2 == 0 else 1}, {layer.num_features}) instead"
+        way_out = f"nn.GroupNorm({_groups_of(layer)}, {layer.num_features}) instead"
         way_out += ", or freeze its statistics by .eval()" if layer.running_mean is not None else ""
         return "mixes the records of a batch", way_out
     if isinstance(layer, _InstanceNorm) and layer.track_running_stats:

@@ -101,7 +101,7 @@ def test_wrong_models_are_named(name, shape, classes, options, message):
     "layer, message",
     [
         (nn.BatchNorm1d(5), r"`net.1.0` must see one record at a time, got BatchNorm1d.*nn.GroupNorm\(1, 5\)"),
-        (nn.BatchNorm2d(4), r"got BatchNorm2d, which mixes the records of a batch. Use nn.GroupNorm\(2, 4\) instead"),
+        (nn.BatchNorm2d(4), r"got BatchNorm2d, which mixes the records of a batch. Use nn.GroupNorm\(1, 4\) instead"),
         (nn.BatchNorm2d(4, affine=False, track_running_stats=False), "got BatchNorm2d"),
         (nn.SyncBatchNorm(4), "got SyncBatchNorm"),
         (nn.InstanceNorm2d(4, track_running_stats=True), "keeps statistics .* Use track_running_stats=False instead"),
@@ -146,14 +146,53 @@ def test_several_threads_may_ask_for_the_loss_of_other_parameters_at_a_time():
 
 
 def test_layers_that_mix_records_are_replaced_if_asked_for():
-    shared = nn.BatchNorm2d(4)
-    net = nn.Sequential(nn.Conv2d(1, 4, 3), shared, shared, nn.BatchNorm1d(6).eval(), nn.InstanceNorm2d(4))
-    with pytest.warns(UserNotice, match=r"replaced 1: BatchNorm2d by GroupNorm\(4, 4") as caught:
+    shared = nn.BatchNorm2d(16)
+    net = nn.Sequential(nn.Conv2d(1, 16, 3), shared, shared, nn.BatchNorm1d(6).eval(), nn.InstanceNorm2d(4))
+    net.append(nn.InstanceNorm2d(4, affine=True, track_running_stats=True))
+    with pytest.warns(UserNotice, match=r"replaced 1: BatchNorm2d by GroupNorm\(2, 16") as caught:
         new = fixed(net)
     check_net(new)
     assert len(caught) == 1 and new[1] is new[2] and isinstance(new[3], nn.BatchNorm1d) and net[1] is shared
+    assert new[5].weight is not None and not dict(new[5].named_buffers()) and net[5].running_mean is not None
     with pytest.raises(UserError, match=r"`model\.fix: true`, or ClientModule"):
         check_net(nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4)))
+
+
+class WithActivation(nn.BatchNorm2d):
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.act = nn.ReLU()
+
+    def forward(self, x):
+        return self.act(super().forward(x))
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "groups"),
+    [
+        (nn.BatchNorm1d(64), (64,), 1),
+        (nn.BatchNorm1d(12), (12, 7), 1),
+        (nn.BatchNorm2d(64), (64, 1, 1), 8),
+        (nn.BatchNorm2d(6), (6, 1, 1), 1),
+        (nn.BatchNorm2d(1024), (1024, 2, 2), 32),
+        (nn.BatchNorm3d(36), (36, 2, 2, 2), 4),
+        (nn.SyncBatchNorm(20), (20, 3, 3), 2),
+    ],
+)
+def test_no_group_has_so_few_numbers_that_only_signs_are_left(layer, shape, groups):
+    with pytest.warns(UserNotice):
+        norm = fixed(layer)
+    assert norm.num_groups == groups
+    outputs = norm(torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)))
+    assert len(outputs.detach().flatten().round(decimals=3).unique()) > 10
+
+
+def test_a_subclass_of_batch_norm_keeps_its_activation():
+    with pytest.warns(UserNotice, match="WithActivation"):
+        new = fixed(nn.Sequential(nn.Conv2d(1, 16, 3), WithActivation(16)))
+    check_net(new)
+    x = torch.randn(2, 1, 8, 8)
+    assert (new(x) >= 0).all() and torch.equal(new(x)[:1], new(x[:1]))
 
 
 def test_torchscript_and_complex_parameters_are_refused_with_a_way_out():
