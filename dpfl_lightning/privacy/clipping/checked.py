@@ -266,7 +266,8 @@ def _kind_of(
 def _reads_numbers(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> bool:
     """Return whether code reads numbers of a public record, or cannot run under `vmap`."""
     try:
-        return bool(TappedSum(net, sample_loss, 1).script_of(moved_parameters(net), *take(passes.examples, [0])))
+        with tensors_restored(net), _still(net, passes):
+            return bool(TappedSum(net, sample_loss, 1).script_of(moved_parameters(net), *take(passes.examples, [0])))
     except Exception:  # a user's code may raise anything
         return True
 

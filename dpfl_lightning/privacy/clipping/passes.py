@@ -128,9 +128,12 @@ def checksums(rows: Tensor) -> Tensor:
     """Return a whole number `[n]` that tells whether bits of a row differ: a sum of its bytes, eight at a time."""
     octets = rows.contiguous().view(len(rows), -1).view(torch.uint8)
     whole = octets.shape[1] // 8 * 8
-    aligned = whole == octets.shape[1] and octets.storage_offset() % 8 == 0
-    eights = octets if aligned else octets[:, :whole].clone(memory_format=torch.contiguous_format)
-    return eights.view(torch.int64).sum(dim=1) + octets[:, whole:].sum(dim=1, dtype=torch.int64)
+    found = octets[:, whole:].sum(dim=1, dtype=torch.int64)
+    if whole:
+        aligned = whole == octets.shape[1] and octets.storage_offset() % 8 == 0
+        eights = octets if aligned else octets[:, :whole].clone(memory_format=torch.contiguous_format)
+        found += eights.view(torch.int64).sum(dim=1)
+    return found
 
 
 def checksum(tensor: Tensor) -> int:
