@@ -238,8 +238,8 @@ class Kept:
         if kept := [*(f"`{name}`" for name in self.changed()), *filter(None, [more])]:
             raise UserError(
                 f"`model` must keep nothing of a pass for the next one, got {', '.join(kept)}. Remove attributes, "
-                "caches, lists and counters that a pass fills, which would bring a record into the gradients of others, and "
-                "draw random numbers by torch."
+                "caches, lists and counters that a pass fills: they would bring a record into the gradients of others. "
+                "Draw random numbers by torch."
             )
 
     def _now(self, seen: Walk) -> dict[str, object]:
