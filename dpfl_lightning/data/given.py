@@ -53,6 +53,13 @@ class Source:
         given_x, given_y = form.separated(given)
         kind, advice = type(given_x).__name__, "Use Population.from_dataframe, or df.to_numpy()."
         require(not hasattr(given_x, "to_numpy"), f"{where}: x", "be a tensor or an array", kind, advice)
+        advice = "Join several targets as columns, y [records, targets], and take them apart in the loss."
+        require(
+            not isinstance(given_y, tuple | Mapping), f"{where}: y", "be one tensor", type(given_y).__name__, advice
+        )
+        for part in (given_x, given_y):
+            sparse = isinstance(part, Tensor) and part.layout is not torch.strided
+            require(not sparse, f"{where}", "hold dense tensors", "a sparse one", "Call its .to_dense().")
         x = _parts(given_x, lambda part: part if isinstance(part, Tensor | np.ndarray) else _tensor(part, where))
         for part in tree_leaves(x):
             must = "have the shape [records, ...]"

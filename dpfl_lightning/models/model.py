@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.models import check_net
+from dpfl_lightning.models.derivatives import Differentiating
 from dpfl_lightning.models.operators import CheckedOperators
 from dpfl_lightning.models.tasks import TASKS, Task, task_of
 from dpfl_lightning.privacy.clipping.inputs import Inputs, arguments
@@ -56,6 +57,7 @@ class Model(nn.Module):
         task: str | None = None,
     ) -> None:
         super().__init__()
+        self._differentiating = Differentiating()
         check_net(net)
         if task is not None:
             require_one_of(TASKS, "task", task)
@@ -86,6 +88,9 @@ class Model(nn.Module):
 
         They are what it returns, its `logits` if it returns an object or a dictionary, or the first of a list.
         """
+        return self._differentiating.run(lambda: self._output(params, x))
+
+    def _output(self, params: Params, x: Inputs) -> Tensor:
         with CheckedOperators() if self._users_code else nullcontext():
             returned = call(self.net, params, self._further_names, *arguments_of(self.net, x))
         if self.given_output is not None:

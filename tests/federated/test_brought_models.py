@@ -463,3 +463,78 @@ class Energy(nn.Module):
 def test_what_no_evaluation_can_compute_is_refused_before_a_charge():
     with pytest.raises(UserError, match="`model` must give outputs that an evaluation of task multiclass can score"):
         check_fits(ClientModule(Energy()), people(torch.randn(9, 6)))
+
+
+class OfSlopes(nn.Module):
+    """The output and its derivative, as a network that is fitted to an equation."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        values = self.inner(x)
+        return values + torch.autograd.grad(values.sum(), x, create_graph=True)[0][:, :3]
+
+
+class Penalised(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.inner(x)
+
+    def training_step(self, batch):
+        x = batch[0].clone().requires_grad_()
+        output = self(x)
+        slopes = torch.autograd.grad(output.tanh().sum(), x, create_graph=True)[0]
+        return nn.functional.cross_entropy(output, batch[1]) + slopes.square().sum(1).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("kind", [OfSlopes, Penalised])
+def test_code_that_differentiates_is_trained_and_scored(kind, make_loop):
+    torch.manual_seed(0)
+    loop = make_loop(module=ClientModule(kind()), rounds=1)
+    result = loop.run()
+    assert result.finished and result.test_accuracy is not None
+    module, (x, y) = loop.module, (torch.randn(5, 6), torch.arange(5) % 3)
+    ours = loop.clients.engine.clipped_sum(module.named_trainable, x, y, ClipRequest(0.5))[0]
+    loop_sum = LoopClippedSum(module.net, module.sample_loss)(module.named_trainable, x, y, ClipRequest(0.5))[0]
+    torch.testing.assert_close(ours, loop_sum, rtol=1e-4, atol=1e-6)
+
+
+def test_several_targets_and_sparse_records_are_refused_with_the_way_out():
+    x, y = torch.randn(9, 6), torch.arange(9) % 3
+    with pytest.raises(UserError, match="must be one tensor, got 'tuple'. Join several targets as columns"):
+        Population.from_datasets([(x, (y, y)), (x, (y, y))], num_classes=3)
+    with pytest.raises(UserError, match=r"must hold dense tensors, got 'a sparse one'. Call its .to_dense\(\)"):
+        Population.from_datasets([(x.to_sparse(), y)] * 2, num_classes=3)
+
+
+class Diffusing(L.LightningModule):
+    """`forward` needs a time, which the step draws; `at` has a value by default if it may be scored."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(7, 6)
+
+    def forward(self, x, at):
+        return self.inner(torch.cat([x, at[:, None]], dim=1))
+
+    def training_step(self, batch):
+        at, noise = torch.rand(len(batch[0])), torch.randn_like(batch[0])
+        return nn.functional.mse_loss(self(batch[0] + at[:, None] * noise, at), noise)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_forward_that_needs_more_than_the_records_is_refused_with_the_way_out():
+    x = torch.randn(9, 6)
+    with pytest.raises(UserError, match="`forward` must take what the records hold beside labels, got TypeError"):
+        check_fits(ClientModule(Diffusing()), people(x, x, classes=None))

@@ -76,7 +76,8 @@ def check_fits(module: ClientModule, population: Population) -> None:
         module.prepare(*dummy_batch(population, records, module.device), population.num_classes, population.form)
     outputs = f"{population.num_classes} output{'s' * (population.num_classes != 1)}"
     must = f"take records of shape {population.input_shape} and give {outputs} for each"
-    with _users_errors(must, "Choose another model, or another shape of data."), torch.no_grad():
+    advice = "Choose another model or shape of data, or give further arguments of `forward` values by default."
+    with _users_errors(must, advice), torch.no_grad():
         with fixed_rng(module.device):
             output = module.output(module.named_trainable, x)
         task = module.infer_task(output, y, population.num_classes)
@@ -278,7 +279,7 @@ def _check_scores(module: ClientModule, task: Task, x: Inputs, output: Tensor, y
     metrics = Metrics(module.metrics or task.metrics, task, num_classes)
     must = f"give outputs that an evaluation of task {task.name} can score"
     advice = "Change its loss or `evaluation.metrics`."
-    with _users_errors(must, advice), scoring(module.net, module.sample_loss), torch.inference_mode():
+    with _users_errors(must, advice), scoring(module.net, module.sample_loss), torch.no_grad():
         output = module.output(module.named_trainable, x)
         rows = torch.arange(len(y), device=y.device)
         of_records(module.reported_loss(module.flat, x, rows, output, y), task, output, y)

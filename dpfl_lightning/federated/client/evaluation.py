@@ -143,7 +143,7 @@ def _scores(
         task = module.task or module.infer_task(output, y, population.num_classes)
         names = every or module.metrics or task.metrics
         metrics = metrics or [Metrics(names, task, population.num_classes) for _ in sets]
-        with torch.inference_mode():
+        with torch.no_grad():
             of_each = module.reported_loss(model, population.x, some_rows, output, y)
             values.append(of_records(of_each, task, output, y))
             if tables_of_first:

@@ -20,6 +20,7 @@ from torchmetrics import Metric, MetricCollection
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.draws import fixed_rng, generator_states
 from dpfl_lightning.federated.client.lightning_hooks import ClientTrainer, replaced
+from dpfl_lightning.models.derivatives import Differentiating
 from dpfl_lightning.models.operators import CheckedOperators
 from dpfl_lightning.privacy.clipping.checked import dropout_layers
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, take
@@ -47,7 +48,7 @@ class LightningLoss:
         self.module, self.form = module, PAIR
         self.calls_forward = True  # whether `training_step` calls the module, on whose outputs metrics are computed
         self.runs_under_vmap = True
-        self._step = _TrainingStep(module)
+        self._step, self._differentiating = _TrainingStep(module), Differentiating()
         self._further_names = further_names(self._step)  # known once, as in `Model`
         metrics = [one for one in module.modules() if isinstance(one, Metric | MetricCollection)]
         silent = {"log": _nothing, "log_dict": _nothing, "print": _nothing, "_trainer": ClientTrainer("training_step")}
@@ -90,10 +91,13 @@ class LightningLoss:
     def _of_batch(self, params: Params, x: Any, y: Tensor, index: int = 0) -> Tensor:
         """The loss of a batch, of which the module gets a copy that it may change."""
         named = {f"module.{name}": value for name, value in params.items()}
-        batch = self.form.batch(*tree_map(torch.clone, (x, y)))
-        with replaced(self._silent), _StepOperators():
-            loss: Tensor = call(self._step, named, self._further_names, (batch, index))
-        return loss.reshape(())
+
+        def loss() -> Tensor:
+            batch = self.form.batch(*tree_map(torch.clone, (x, y)))
+            with replaced(self._silent), _StepOperators():
+                return call(self._step, named, self._further_names, (batch, index)).reshape(())  # type: ignore[no-any-return]
+
+        return self._differentiating.run(loss)
 
     def _require_losses_of_records(self, params: Params, x: Any, y: Tensor, per_record: bool) -> None:
         of_first = partial(self._of_batch, params, *take((x, y), slice(1)))
@@ -172,7 +176,7 @@ class LightningLoss:
             return forward(*args, **kwargs)
 
         batches = (self.form.batch(*tree_map(torch.clone, take((x, y), [row]))) for row in range(len(y)))
-        with replaced([*self._silent, (self.module, {"forward": noted})]), _StepOperators():
+        with replaced([*self._silent, (self.module, {"forward": noted})]), _StepOperators(), torch.enable_grad():
             answered = any(self._step.answer(batch) is not None for batch in batches)
         require(answered, "training_step", "return a loss of random records", "None", "Return it.")
         self.calls_forward = bool(called)

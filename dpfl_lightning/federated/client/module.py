@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.config.registry import users_code
-from dpfl_lightning.errors import UserError, require, warn_user
+from dpfl_lightning.errors import UserError, in_one_line, require, warn_user
 from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings, on_one_vector
 from dpfl_lightning.federated.client.draws import fixed_rng
 from dpfl_lightning.federated.client.lightning_hooks import configured_by, is_lightning, overrides, unused
@@ -207,7 +207,15 @@ class ClientModule(Model, L.LightningModule):
             return
         self.adapted.prepare(x, y, num_classes, form, self.per_record)
         with evaluating(self.net):
-            output = self.output(self.named_trainable, x)
+            try:
+                output = self.output(self.named_trainable, x)
+            except UserError:
+                raise
+            except Exception as error:  # a user's code may raise anything
+                raise UserError(
+                    f"`forward` must take what the records hold beside labels, got {in_one_line(error)}. Evaluations "
+                    "need its outputs: give further arguments values by default."
+                ) from error
         advice = "Return logits or real numbers, and take the argmax in predict_step."
         require(output.is_floating_point(), "forward", "return floating outputs to evaluate", output.dtype, advice)
 

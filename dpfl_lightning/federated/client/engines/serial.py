@@ -110,7 +110,7 @@ class SerialEngine:
             x = self.clipped_sum.enter(x)
             return answers.answer(query, client, self.module, x, y, generator, self.checked.passes)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         params, parts = self.module.unflatten(model), []
         with scoring(self.module.net, self.module.sample_loss):
