@@ -510,7 +510,7 @@ def test_code_that_differentiates_is_trained_and_scored(kind, make_loop):
 
 def test_several_targets_and_sparse_records_are_refused_with_the_way_out():
     x, y = torch.randn(9, 6), torch.arange(9) % 3
-    with pytest.raises(UserError, match="must be one tensor, got 'tuple'. Join several targets as columns"):
+    with pytest.raises(UserError, match=r"must be one tensor, got 'tuple'\. Join several targets as columns"):
         Population.from_datasets([(x, (y, y)), (x, (y, y))], num_classes=3)
     with pytest.raises(UserError, match=r"must hold dense tensors, got 'a sparse one'. Call its .to_dense\(\)"):
         Population.from_datasets([(x.to_sparse(), y)] * 2, num_classes=3)
