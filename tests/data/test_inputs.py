@@ -114,7 +114,7 @@ class Mixing(Words):
 
 
 def test_a_net_that_mixes_records_through_one_of_its_inputs_is_refused(make_loop):
-    with pytest.raises(UserError, match="`model` must see one record at a time"):
+    with pytest.raises(UserError, match="must give a record the same loss"):
         make_loop(population_of("dictionary"), ClientModule(Mixing(3)))
 
 

@@ -100,14 +100,13 @@ def masked_tokens(of=1) -> Population:
     return people({"tokens": torch.randint(9, (9, 8)), "mask": mask})
 
 
-def test_a_decision_by_masks_may_be_right_for_masks_of_zeros_and_ones_alone():
-    assert engine_of(Masked(), masked_tokens()).startswith("vmap: ")
-    with pytest.raises(UserError, match=r"must hold masks of 0 and 1 .* got a record of client"):
-        check_fits(ClientModule(Masked()), masked_tokens(of=2))
+@pytest.mark.parametrize("ones", [1, 2])
+def test_a_decision_by_masks_may_be_right_for_masks_of_zeros_and_ones_alone(ones):
+    assert engine_of(Masked(), masked_tokens(of=ones)).startswith("vmap: ")
 
 
 def test_a_model_that_trims_to_the_longest_record_mixes_records():
-    with pytest.raises(UserError, match="must see one record at a time"):
+    with pytest.raises(UserError, match="must give a record the same loss"):
         check_fits(ClientModule(Masked(trims=True)), masked_tokens())
 
 
@@ -143,9 +142,8 @@ class Scaled(nn.Module):
         return self.head(x) * self.temperature
 
 
-@pytest.mark.usefixtures("code_was_read")
 def test_a_parameter_may_be_one_number():
-    assert engine_of(Scaled(), people(torch.randn(9, 6))).startswith("fast: exact rules")
+    assert engine_of(Scaled(), people(torch.randn(9, 6))).startswith("vmap: ")
 
 
 class Stack(nn.Module):
@@ -190,11 +188,10 @@ class Tied(Stack):
         return self.more(self.last(self.head(x)))
 
 
-@pytest.mark.usefixtures("code_was_read")
-@pytest.mark.parametrize("net, engine", [(Stack(), "fast: "), (Scaling(), "fast: "), (Tied(), "")])
-def test_a_module_may_have_two_names(net, engine):
+@pytest.mark.parametrize("net", [Stack(), Scaling(), Tied()])
+def test_a_module_may_have_two_names(net):
     tensors = {name: (id(p), p.requires_grad) for name, p in net.named_parameters(remove_duplicate=False)}
-    assert engine_of(net, people(torch.randn(9, 6))).startswith(engine)
+    assert engine_of(net, people(torch.randn(9, 6))).startswith("vmap: ")
     left = {name: (id(p), p.requires_grad) for name, p in net.named_parameters(remove_duplicate=False)}
     assert left == tensors
 
@@ -347,22 +344,20 @@ class Narrow(nn.LayerNorm):
     """A subclass that computes the same."""
 
 
-@pytest.mark.usefixtures("code_was_read")
 @pytest.mark.parametrize(
-    "net, shape, modules",
+    "net, shape",
     [
-        (Positions(), (3, 6), "for all layers"),
-        (Cells(), (3, 6), "but vmap for `net.cell` (LSTMCell)"),
-        (TiedHead(), (5,), "for all layers"),
-        (nn.Sequential(nn.Linear(6, 6), Narrow(6), nn.Flatten(), nn.Linear(18, 3)), (3, 6), "for all layers"),
+        (Positions(), (3, 6)),
+        (Cells(), (3, 6)),
+        (TiedHead(), (5,)),
+        (nn.Sequential(nn.Linear(6, 6), Narrow(6), nn.Flatten(), nn.Linear(18, 3)), (3, 6)),
     ],
     ids=lambda one: type(one).__name__,
 )
-def test_parameters_that_no_rule_covers_get_their_own_gradients(net, shape, modules):
+def test_parameters_that_no_rule_covers_get_their_own_gradients(net, shape):
     x = torch.randint(7, (9, *shape)) if isinstance(net, TiedHead) else torch.randn(9, *shape)
     net.eval()
-    reason = engine_of(net, people(x))
-    assert reason == f"fast: exact rules {modules.replace('net.', '')}"
+    assert engine_of(net, people(x)).startswith("vmap: ")
 
 
 class UnderTwoNames(L.LightningModule):

@@ -104,7 +104,9 @@ class Reference:
         params, enlarged = self.example[0], 1e-8 if self.tolerance == 1e-8 else 1e-2
         sizes = [p.numel() for p in params.values()]
         totals = torch.stack([self.total(number) for number in range(len(self.example[-1]))])
-        least = self.rounding * totals[totals.isfinite()].nanmedian().nan_to_num()
+        random = [number for number, kind in enumerate(self._kinds) if kind < RANDOM_KINDS]
+        usual = totals[random] if random else totals
+        least = self.rounding * usual[usual.isfinite()].nanmedian().nan_to_num()
         for number, actual in enumerate(rows):
             if self._left_out is not None and self._left_out[number]:
                 continue
