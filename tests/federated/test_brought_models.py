@@ -455,11 +455,6 @@ class Energy(nn.Module):
         return self.head(slope)
 
 
-def test_what_no_evaluation_can_compute_is_refused_before_a_charge():
-    with pytest.raises(UserError, match="`model` must give outputs that an evaluation of task multiclass can score"):
-        check_fits(ClientModule(Energy()), people(torch.randn(9, 6)))
-
-
 class OfSlopes(nn.Module):
     """The output and its derivative, as a network that is fitted to an equation."""
 
@@ -491,7 +486,7 @@ class Penalised(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-@pytest.mark.parametrize("kind", [OfSlopes, Penalised])
+@pytest.mark.parametrize("kind", [Energy, OfSlopes, Penalised])
 def test_code_that_differentiates_is_trained_and_scored(kind, make_loop):
     torch.manual_seed(0)
     loop = make_loop(module=ClientModule(kind()), rounds=1)
