@@ -18,6 +18,7 @@ from dp_accounting import dp_event, pld
 from fakes import pay
 
 from dpfl_lightning.commands.account import main
+from dpfl_lightning.commands.ledger import main as ledger_command
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population, load
 from dpfl_lightning.errors import UserError, UserNotice
@@ -516,7 +517,8 @@ def charge_in(round: int, number: int = 0) -> list[Charge]:
     return [Charge(0, round, "train", EVENT, number)]
 
 
-def test_a_kill_between_account_and_ledger_is_paid_in_both(begun, account, monkeypatch):
+def test_a_kill_between_account_and_ledger_is_paid_in_both_and_said(begun, account, monkeypatch, capsys):
+    monkeypatch.setenv("DPFL_ACCOUNT", str(account.path))
     ledger = begun("run")
     ledger.charge(charge_in(1))
     with monkeypatch.context() as patch:
@@ -524,7 +526,10 @@ def test_a_kill_between_account_and_ledger_is_paid_in_both(begun, account, monke
         with pytest.raises(ZeroDivisionError):
             ledger.charge(charge_in(2))
     assert len(read_ledger(ledger.path)) == 1
+    more = f"The account counts 1 line more of run {ledger.head.run[:12]} than its ledger has"
+    assert ledger_command([str(ledger.path)]) == 0 and more in capsys.readouterr().out
     again = begun("run")
+    assert ledger_command([str(ledger.path)]) == 0 and more not in capsys.readouterr().out
     assert again.used(0, "train") == 2 and read_ledger(ledger.path) == charge_in(1) + charge_in(2)
     again.accept()
     again.charge(charge_in(3))
