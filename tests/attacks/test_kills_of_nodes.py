@@ -102,6 +102,8 @@ def check_epsilon(site: Site, studies: int) -> None:
         paid.append(event.repeated(len(charges)))
     delta = holder.together.delta
     assert lower_bound(received, delta) <= holder.together.epsilon <= upper_bound(paid, delta) * 1.001
-    assert len(state.plans()) == studies and not any(one.withdrawn for one in state.plans().values())
+    assert len(state.plans()) == holder.together.runs == studies and not any(
+        one.withdrawn for one in state.plans().values()
+    )
     assert all(one.begun and one.epsilon <= EPSILON for one in state.plans().values())
     assert holder.together.epsilon <= state.reserved()[0] <= EPSILON * studies

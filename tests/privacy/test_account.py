@@ -23,6 +23,7 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population, load
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.group_privacy import of_group
@@ -33,6 +34,8 @@ from dpfl_lightning.privacy.ledger.evidence import Evidence, View
 from dpfl_lightning.privacy.ledger.file import Charge, Header, read_head, read_header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
 from dpfl_lightning.privacy.ledger.operator import OperatedAccount
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.selection.early_stopping import EarlyStopping
 
 DELTA = 1e-3
 
@@ -535,6 +538,19 @@ def test_a_kill_between_account_and_ledger_is_paid_in_both_and_said(begun, accou
     again.charge(charge_in(3))
     again.close()
     assert account.holders()[0].together.epsilon == TIGHT.epsilon([EVENT] * 3, DELTA)
+
+
+def test_a_kill_before_the_ledger_begins_leaves_no_second_run(runs, monkeypatch):
+    """The account hears of a run first; the same start again is the same run, whose whole plan counts once."""
+    population, options = hospitals("bergen"), {"parts": [SizeWeighted(), EarlyStopping(patience=9)]}
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "_begin", lambda self, header: 1 / 0)
+        patch.setattr(RunFolder, "release", lambda self: None)  # who is killed leaves everything as it is
+        with pytest.raises(ZeroDivisionError):
+            runs.run(population, **options)
+    assert runs.together("bergen").runs == 1
+    promise = runs.run(population, resume=True, **options).guarantee
+    assert runs.together("bergen").runs == 1 and runs.together("bergen").epsilon == promise.epsilon
 
 
 def test_a_copy_knows_what_the_other_one_spends(begun, account, tmp_path):

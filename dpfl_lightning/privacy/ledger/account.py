@@ -79,7 +79,7 @@ class PrivacyAccount(AccountFile):
         """
         with self._locked() as file:
             entry, known = self._spelt(entry), self._runs.get(entry.run)
-            if known is not None:
+            if known is not None and self._chains_of[entry.run]:
                 _require_same_holders(known[0], entry)
             joins = [] if known and known[0].evidence == entry.evidence else self._joins(entry)
             if not ended:
