@@ -139,7 +139,7 @@ class Killed:
 def forking() -> ForkServerContext:
     """Processes forked from a server that has imported everything: a start is quick, and shares what imports make."""
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["killed_runs"])
+    processes.set_forkserver_preload(["killed_runs", "killed_commands"])
     with MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # the server's own path, to find this file
         forkserver.ensure_running()

@@ -180,10 +180,12 @@ def _in_account(report: Composed) -> list[str]:
     """Return what the user's account says about the clients of the runs, if it knows them."""
     if not users_file().is_file():
         return []
-    account = OperatedAccount(users_file())
+    account, ends = OperatedAccount(users_file()), [ledger.verified.end for ledger in report.ledgers]
     holders = [one for ledger in report.ledgers for one in account.holders(ledger.verified.header.run)]
     worst = max(holders, key=lambda one: one.together.urgency, default=None)
-    return [] if worst is None else [f"Account {account.path}, {' = '.join(worst.names)}: {worst.together.words()}"]
+    ahead = list(filter(None, map(account.ahead_of, ends)))
+    total = [] if worst is None else [f"Account {account.path}, {' = '.join(worst.names)}: {worst.together.words()}"]
+    return [*ahead, *total]
 
 
 def _what_was_verified(ledger: VerifiedLedger) -> list[str]:

@@ -260,6 +260,7 @@ def _status(state: StateFolder, flags: argparse.Namespace) -> None:
             print(f"    {kept.words()}")
         for words in _counts_sent(state.plan_folder(plan) / "ledger.jsonl"):
             print(f"    sent: {words}")
+        _print_ahead(state, plan)
     print(_budget(state))
     for line in _in_account(settings.name):
         print(line)
@@ -287,6 +288,19 @@ def _in_account(name: str) -> list[str]:
         for one in holders
         if one.is_called(name)
     ]
+
+
+def _print_ahead(state: StateFolder, plan: str) -> None:
+    """Say if the account of this machine counts more of a plan than its ledger has; `_line` says if that is damaged."""
+    from dpfl_lightning.privacy.ledger.account_file import users_file
+    from dpfl_lightning.privacy.ledger.file import verify
+    from dpfl_lightning.privacy.ledger.operator import OperatedAccount
+
+    ledger, ends = state.plan_folder(plan) / "ledger.jsonl", []
+    with contextlib.suppress(UserError):
+        ends = [verify(ledger, lambda charge: None).end] if ledger.is_file() and users_file().is_file() else []
+    for words in filter(None, map(OperatedAccount(users_file()).ahead_of, ends)):
+        print(f"    {words}")
 
 
 def _condition(state: StateFolder, plan: str, reserved: Reservation) -> str:
@@ -321,6 +335,7 @@ def _verify(state: StateFolder, flags: argparse.Namespace) -> None:
         spent = verified(state, plan)
         bound = f"epsilon {at_most(spent)} of at most {at_most(reserved.epsilon)}"
         print(f"  {plan[:12]}  ledger unchanged, every release planned, {bound}")
+        _print_ahead(state, plan)
     print(f"{counted(len(state.plans()), 'plan')} verified. {_budget(state)}")
 
 

@@ -1,5 +1,6 @@
 """The study: trials that several workers share, without losing any."""
 
+import copy
 import math
 import time
 import traceback
@@ -99,6 +100,7 @@ class Study:
         vouched: set[int] = set()
         while True:
             check_starter()
+            self._queue_again()
             if self._left() > 0:
                 self._one_trial(act)
                 continue
@@ -132,7 +134,8 @@ class Study:
 
     def _scores(self, trial: Running, act: Callable[[Running], Sequence[float]]) -> tuple[float, ...]:
         self._running = trial
-        if self._left(trial.number) < 0:  # several workers took the last trial at once: this one is not run
+        # several workers took the last trial at once, or have queued one again: this one is not run
+        if self._left(trial.number) < 0 or self._is_made(trial.number):
             trial.set_user_attr(_SURPLUS, True)
             raise _Surplus
         try:
@@ -158,9 +161,23 @@ class Study:
             self._on_end(self._trial(trial))
 
     def _given_up(self, study: optuna.Study, trial: FrozenTrial) -> None:
-        """Queue a trial again whose worker was silent for too long."""
+        """Report a trial whose worker was silent for too long; `_queue_again` queues it."""
         self._on_end(self._trial(trial, {trial.number}))
-        Retry(_MOST_RETRIES)(study, trial)
+
+    def _queue_again(self) -> None:
+        """Queue the trials again whose worker died. The study alone says which: who noticed it may have died, too."""
+        trials = self._known()
+        again = _repeated(trials)
+        for trial in trials:
+            if trial.state == TrialState.FAIL and "reason" not in trial.user_attrs and trial.number not in again:
+                Retry(_MOST_RETRIES)(self._study, copy.deepcopy(trial))  # it changes the trial
+
+    def _is_made(self, number: int) -> bool:
+        """Return whether an earlier trial than `number` repeats the same one, because several workers queued it."""
+        trials = self._known()
+        again = _repeated(trials)
+        first = {trial.number: Retry.retried_trial_number(trial) for trial in trials if trial.number not in again}
+        return first[number] is not None and any(first[one] == first[number] for one in first if one < number)
 
     def _known(self) -> list[FrozenTrial]:
         """Return all trials except those that a worker took in excess."""

@@ -1,21 +1,27 @@
 """Kills at random moments: nothing is overspent, no noise is used twice, and at most the broken round is lost."""
 
 import itertools
+import json
 import os
 import random
 import time
 from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from attack_tools import independent, noise_apart, overspent
 from conftest import FIXED_KEY
+from killed_commands import KILLED, Command
+from killed_nodes import charged, ledger_lines
 from killed_runs import BUDGETS, DELTA, OTHER, RATE, WRITTEN, Killed, Writer, killed, loop_of, timed_run
 from safetensors.torch import load_file
-from search.test_two_commands import TRIALS, Command, small_fashion  # noqa: F401
 
 from dpfl_lightning.build import ENGINES
-from dpfl_lightning.privacy.ledger.file import read_header
+from dpfl_lightning.privacy.ledger.file import is_begun, read_header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
 from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 from dpfl_lightning.strategies import STRATEGIES
@@ -114,16 +120,22 @@ def test_account_and_ledgers_of_killed_writers_say_the_same(tmp_path):
 
     Every charge is in the account once, and after the end in the ledger of its run, too.
     """
-    moments, told = random.Random(time.time_ns()), Counter[int]()
+    moments, told, broken_off = random.Random(time.time_ns()), Counter[int](), Counter[int]()
     writers = [Writer(tmp_path, number) for number in range(3)]
+
+    def kill(number: int) -> None:
+        last = writers[number].kill()
+        broken_off[number] = 1 if last > told[number] else broken_off[number] + 1  # since a charge was told
+        told[number] = max(told[number], last)
+
     for _ in range(KILLS_OF_WRITERS):
         time.sleep(moments.uniform(0.0, 0.03))
         number = moments.randrange(3)
-        told[number] = max(told[number], writers[number].kill())
+        kill(number)
         writers[number] = Writer(tmp_path, number)
-    told |= Counter({number: writer.kill() for number, writer in enumerate(writers)})
     account = OperatedAccount(tmp_path / "account.jsonl")
     for number in range(3):
+        kill(number)
         path = tmp_path / str(number) / "ledger.jsonl"
         header = read_header(path)
         account.add(path)
@@ -132,32 +144,90 @@ def test_account_and_ledgers_of_killed_writers_say_the_same(tmp_path):
         ledger.close()
         charges = read_ledger(path)
         assert [charge.round for charge in charges if charge.client == 0] == [*range(1, len(charges) // 2 + 1)]
-        assert len(charges) // 2 in (told[number], told[number] + 1), "at most the charge that was broken off is more"
+        assert 0 <= len(charges) // 2 - told[number] <= broken_off[number], "each kill breaks off at most one charge"
         _, paid = account._runs[header.run]
         assert paid == {0: {WRITTEN: len(charges) // 2}, 1: {OTHER: len(charges) // 2}}
     assert told.total() > KILLS_OF_WRITERS
 
 
-KILLS_OF_COMMANDS = int(os.environ.get("DPFL_KILLS_OF_COMMANDS", 1))  # of sweeps; the full count is 15
+KILLS_OF_COMMANDS = int(os.environ.get("DPFL_KILLS_OF_COMMANDS", 1))  # of sweeps; the full count is 60
+RATES, OPERATIONS = (0.1, 0.3, 1.0), 600  # a trial for each rate; about as many operations has a sweep
 
 
 @pytest.mark.e2e
-@pytest.mark.filterwarnings("ignore:.*experimental")
-def test_a_killed_sweep_loses_no_trial(small_fashion, tmp_path):  # noqa: F811
-    """The same command again makes the trials that are missing, each of another point of the grid."""
-    moments = random.Random(time.time_ns())
-    begun = time.monotonic()
-    assert len(_points(Command(f"sqlite:///{tmp_path}/unbroken.db", tmp_path / "unbroken", small_fashion))) == TRIALS
-    seconds = time.monotonic() - begun
-    for number in range(KILLS_OF_COMMANDS):
-        url = f"sqlite:///{tmp_path}/{number}.db"
-        broken = Command(url, tmp_path / f"broken {number}", small_fashion)
-        time.sleep(moments.uniform(0.2 * seconds, seconds))
-        broken.process.kill()
-        broken.process.wait()
-        again = Command(url, tmp_path / f"again {number}", small_fashion)
-        assert len(_points(again)) == TRIALS, again.text
+def test_a_killed_sweep_loses_no_trial_and_no_charge(tmp_path, monkeypatch):
+    """The same command again makes the trials that are missing; what killed trials have charged stays charged."""
+    moments, kills = random.Random(seed := time.time_ns()), 0
+    for number in itertools.count():
+        if kills >= KILLS_OF_COMMANDS:
+            break
+        folder = tmp_path / str(number)
+        words, environment = private_sweep(folder)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        for _ in range(min(3, KILLS_OF_COMMANDS - kills)):  # a trial that dies once more is given up
+            at_an_operation = moments.random() < 0.7
+            dies_at = moments.randrange(OPERATIONS) if at_an_operation else None
+            command = Command(words, folder / "output.txt", environment, dies_at)
+            command.process.join(None if at_an_operation else moments.uniform(0.0, 4.0))
+            command.kill()
+            assert command.status in (0, KILLED), command.text
+            kills += command.status == KILLED
+            check_charges_of_sweep(folder)
+        last = Command(words, folder / "output.txt", environment)
+        last.process.join()
+        assert last.status == 0, last.text
+        result = json.loads((folder / "out" / "result.json").read_text())
+        complete = [one["params"]["clients.learning_rate"] for one in result["trials"] if one["state"] == "complete"]
+        assert sorted(complete) == sorted(RATES), last.text
+        check_charges_of_sweep(folder, result["cost"])
+    print(f"{kills} kills in {number} sweeps, moments of seed {seed}")
 
 
-def _points(command: Command) -> set[tuple]:
-    return {tuple(trial["params"].values()) for trial in command.end() if trial["state"] == "complete"}
+def private_sweep(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """The words of a search whose trials train on the records of two wards, and the environment of its account."""
+    folder.mkdir()
+    ages = [("north" if one % 2 else "south", 30.5 + 0.7 * one) for one in range(120)]
+    rows = [f"{ward},{age:.1f},{'yes' if age > 60 else 'no'}" for ward, age in ages]
+    (folder / "table.csv").write_text("\n".join(["ward,age,ill", *rows]))
+    table = {"df": str(folder / "table.csv"), "client": "ward", "label": "ill", "classes": ["no", "yes"]}
+    options = {
+        "rounds": 2,
+        "data": {
+            "class_path": "dpfl_lightning.Population.from_dataframe",
+            "init_args": table | {"scale": {"age": [60, 20]}},
+        },
+        "model": {"name": "logistic"},
+        "clients": {"batch_size": 20},
+        "privacy": {"epsilon": 2, "delta": DELTA},
+        "tracking": None,
+        "sweep": {
+            "objective": "private",
+            "space": {"clients.learning_rate": {"choices": list(RATES)}},
+            "sampler": {"name": "grid"},
+            "trials": len(RATES),
+            "heartbeat_seconds": 1,
+            "storage": f"sqlite:///{folder}/study.db",
+        },
+    }
+    (folder / "search.yaml").write_text(yaml.safe_dump(options))
+    environment = {"DPFL_ACCOUNT": str(folder / "account.jsonl"), "XDG_STATE_HOME": str(folder / "remembered")}
+    return ["sweep", "--config", str(folder / "search.yaml"), "--output_dir", str(folder / "out")], environment
+
+
+def check_charges_of_sweep(folder: Path, cost: Mapping[str, Any] | None = None) -> None:
+    """The account has each line of each trial's ledger once, and at most one charge more, of both clients.
+
+    The `cost` covers all of it.
+    """
+    account = charged(folder / "account.jsonl")
+    ledgers = [file for file in folder.rglob("ledger.jsonl") if is_begun(file)]
+    of_runs = {read_header(file).run: ledger_lines(file) for file in ledgers}
+    assert account.keys() <= of_runs.keys()
+    for run, lines in of_runs.items():
+        assert account[run][: len(lines)] == lines and len(account[run]) - len(lines) in (0, 1, 2)
+    if cost is not None:
+        of_names = dict(zip(cost["names"], cost["epsilon"], strict=True))
+        for holder in OperatedAccount(folder / "account.jsonl").holders():
+            assert holder.together.epsilon <= of_names[holder.names[0]]
+            assert holder.together.runs <= cost["runs"]

@@ -18,10 +18,12 @@ from dp_accounting import dp_event, pld
 from fakes import pay
 
 from dpfl_lightning.commands.account import main
+from dpfl_lightning.commands.ledger import main as ledger_command
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population, load
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.group_privacy import of_group
@@ -32,6 +34,8 @@ from dpfl_lightning.privacy.ledger.evidence import Evidence, View
 from dpfl_lightning.privacy.ledger.file import Charge, Header, read_head, read_header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
 from dpfl_lightning.privacy.ledger.operator import OperatedAccount
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.selection.early_stopping import EarlyStopping
 
 DELTA = 1e-3
 
@@ -516,7 +520,8 @@ def charge_in(round: int, number: int = 0) -> list[Charge]:
     return [Charge(0, round, "train", EVENT, number)]
 
 
-def test_a_kill_between_account_and_ledger_is_paid_in_both(begun, account, monkeypatch):
+def test_a_kill_between_account_and_ledger_is_paid_in_both_and_said(begun, account, monkeypatch, capsys):
+    monkeypatch.setenv("DPFL_ACCOUNT", str(account.path))
     ledger = begun("run")
     ledger.charge(charge_in(1))
     with monkeypatch.context() as patch:
@@ -524,12 +529,28 @@ def test_a_kill_between_account_and_ledger_is_paid_in_both(begun, account, monke
         with pytest.raises(ZeroDivisionError):
             ledger.charge(charge_in(2))
     assert len(read_ledger(ledger.path)) == 1
+    more = f"The account counts 1 line more of run {ledger.head.run[:12]} than its ledger has"
+    assert ledger_command([str(ledger.path)]) == 0 and more in capsys.readouterr().out
     again = begun("run")
+    assert ledger_command([str(ledger.path)]) == 0 and more not in capsys.readouterr().out
     assert again.used(0, "train") == 2 and read_ledger(ledger.path) == charge_in(1) + charge_in(2)
     again.accept()
     again.charge(charge_in(3))
     again.close()
     assert account.holders()[0].together.epsilon == TIGHT.epsilon([EVENT] * 3, DELTA)
+
+
+def test_a_kill_before_the_ledger_begins_leaves_no_second_run(runs, monkeypatch):
+    """The account hears of a run first; the same start again is the same run, whose whole plan counts once."""
+    population, options = hospitals("bergen"), {"parts": [SizeWeighted(), EarlyStopping(patience=9)]}
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "_begin", lambda self, header: 1 / 0)
+        patch.setattr(RunFolder, "release", lambda self: None)  # who is killed leaves everything as it is
+        with pytest.raises(ZeroDivisionError):
+            runs.run(population, **options)
+    assert runs.together("bergen").runs == 1
+    promise = runs.run(population, resume=True, **options).guarantee
+    assert runs.together("bergen").runs == 1 and runs.together("bergen").epsilon == promise.epsilon
 
 
 def test_a_copy_knows_what_the_other_one_spends(begun, account, tmp_path):

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import optuna
 import pytest
+from optuna.storages import RetryHeartbeatStaleTrialCallback as Retry
+from optuna.trial import TrialState
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.runtime import stopping
@@ -305,6 +307,26 @@ def test_a_worker_that_died_before_its_first_heartbeat_is_noticed(url):
     study(url, trials=1)._study.ask()  # a trial that has begun, and nothing since
     trials = work(study(url, trials=1, first=False))
     assert [trial.state for trial in trials] == ["failed", "complete"] and trials[0].again
+
+
+@pytest.mark.filterwarnings("ignore:Heartbeat of storage")
+def test_a_trial_is_repeated_once_though_who_noticed_its_end_died_or_several_did(url):
+    noticed = study(url, trials=2)
+    noticed._study.ask()
+    (trial,) = noticed._study.get_trials()
+    noticed._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)  # and no more: it was killed then
+    workers = [study(url, trials=2, first=False) for _ in range(2)]
+    for worker in workers:
+        Retry()(worker._study, trial)  # both have seen it before either queues it
+    at_once(*(lambda worker=worker: work(worker) for worker in workers))
+    failed, *complete = noticed.trials()
+    assert failed.again and [trial.state for trial in complete] == ["complete"] * 2
+    alone = study(url, trials=3)
+    alone._study.ask()
+    trial = alone._study.get_trials()[-1]
+    alone._storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+    work(alone)
+    assert [trial.state for trial in alone.trials()].count("complete") == 3
 
 
 def test_where_a_trial_reports_is_no_setting_of_its_run(tmp_path):

@@ -1,5 +1,6 @@
 """The files of a run that belong to the clients: their ledger, their notes and their keys."""
 
+import hashlib
 import hmac
 import secrets
 import traceback
@@ -85,6 +86,14 @@ class ClientFolder:
         with self.errors_file.open("a", encoding="utf-8") as file:
             for client, error in sorted(failed.items(), key=itemgetter(0)):
                 file.write(f"round {round}, client {client}:\n{''.join(traceback.format_exception(error))}\n")
+
+
+def run_of(data_key: bytes) -> str:
+    """The name of the run with this key. A start that was broken off before the ledger has the same one again.
+
+    An account hears of a run before its ledger begins, and would count a second name as another run.
+    """
+    return hashlib.blake2b(b"name of the run", key=data_key, digest_size=16).hexdigest()
 
 
 def _new_key(file: Path) -> bytes:

@@ -5,7 +5,7 @@ import hashlib
 import inspect
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
@@ -28,7 +28,7 @@ from dpfl_lightning.models.learning_rates import CONSTANT
 from dpfl_lightning.models.optimizers import PLAIN_SGD
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS
-from dpfl_lightning.privacy.accounting.planned import numbered, once_each
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered, once_each
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.runtime.devices import products
 from dpfl_lightning.runtime.digests import described, digest_with_sources, hex_digest, memory_of
@@ -101,8 +101,8 @@ def identity(
         "changes_mechanisms": plan.changes_mechanisms,
         "module": module_digest(module),
         "names": list(population.names),
-        **({"planned": _planned(plan)} if ENDS_BY_RESULTS in plan.caveats else {}),
-        **({"filter": _filters(filters)} if plan.changes_mechanisms else {}),
+        **({"planned": _by_place(plan.schedule.clients, _events)} if ENDS_BY_RESULTS in plan.caveats else {}),
+        **({"filter": _by_place(filters, lambda one: one and one.as_dict())} if plan.changes_mechanisms else {}),
         "records": [digest.hex() for digest in data_digests(population, data_key)],
     }
 
@@ -117,16 +117,14 @@ def _without_tables(configured: dict[str, Any], data_key: bytes) -> dict[str, An
     return {**configured, "data": public, "tables": digest.hexdigest()}
 
 
-def _planned(plan: RunPlan) -> dict[str, Any]:
-    """The different lists of planned events, and the place of each client's list, as `Header.planned` reads them."""
-    different, places = numbered(plan.schedule.clients)
-    return {"events": [[event.as_dict() for event in client.events()] for client in different], "of": places}
+def _by_place(values: Sequence[Any], as_json: Callable[[Any], Any]) -> dict[str, Any]:
+    """The different values, and the place of each client's among them, as `Header` reads them."""
+    different, places = numbered(values)
+    return {"events": [*map(as_json, different)], "of": places}
 
 
-def _filters(filters: Sequence[Release | None]) -> dict[str, Any]:
-    """The different bounds, and the place of each client's, as `Header.filters` reads them."""
-    different, places = numbered(filters)
-    return {"events": [None if event is None else event.as_dict() for event in different], "of": places}
+def _events(client: ClientSchedule) -> list[dict[str, Any]]:
+    return [event.as_dict() for event in client.events()]
 
 
 def equal_ranks(engine: Engine, population: Population, module: ClientModule) -> dict[str, str]:

@@ -19,7 +19,7 @@ from dpfl_lightning.federated.client.draws import fixed_rng
 from dpfl_lightning.federated.client.dummy_data import seconds_per_record
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.evaluation import evaluate
-from dpfl_lightning.federated.client.folder import ClientFolder
+from dpfl_lightning.federated.client.folder import ClientFolder, run_of
 from dpfl_lightning.federated.client.holders import DataHolders
 from dpfl_lightning.federated.client.identity import configuration, identity
 from dpfl_lightning.federated.client.module import ClientModule
@@ -141,6 +141,7 @@ class LocalClients(DataHolders):
             epsilon=tuple(client.epsilon for client in plan.settings),
             caveats=plan.caveats,
             identity=sealed,
+            run=run_of(data_key),
         )
         checkpoint = None if saved is None else Head(**saved["ledger"])
         if earlier is not None:  # before the account hears of it: what is refused must not change who has paid

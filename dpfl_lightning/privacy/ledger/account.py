@@ -79,7 +79,7 @@ class PrivacyAccount(AccountFile):
         """
         with self._locked() as file:
             entry, known = self._spelt(entry), self._runs.get(entry.run)
-            if known is not None:
+            if known is not None and self._chains_of[entry.run]:
                 _require_same_holders(known[0], entry)
             joins = [] if known and known[0].evidence == entry.evidence else self._joins(entry)
             if not ended:
@@ -101,11 +101,14 @@ class PrivacyAccount(AccountFile):
         header, end = read_header(path), chain_of(lines[-1])
         assert header is not None  # its run has entered
         with self._locked() as file:
-            known, (entry, _) = self._chains_of[header.run], self._runs[header.run]
-            new = [line for line in lines[1:] if chain_of(line) not in known]
-            count = sum(charge.client in entry.holders for line in new for charge in charges_of(parsed(line)))
-            self._append(file, charged_lines(entry.run, new))
-            return count, self._lines_after(file, entry.run, end)
+            return self._add_lines(file, header.run, lines[1:]), self._lines_after(file, header.run, end)
+
+    def _add_lines(self, file: FileIO, run: str, lines: Iterable[bytes]) -> int:
+        """Add the lines of a run's ledger that the account lacks; return how many releases they are."""
+        known, (entry, _) = self._chains_of[run], self._runs[run]
+        new = [line for line in lines if chain_of(line) not in known]
+        self._append(file, charged_lines(run, new))
+        return sum(charge.client in entry.holders for line in new for charge in charges_of(parsed(line)))
 
     def _lines_after(self, file: FileIO, run: str, chain: str) -> list[bytes]:
         """Return the lines of a ledger, in the account, that go on from this chain; of several copies, the first."""

@@ -13,11 +13,11 @@ from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.privacy.accounting.guarantee import CumulativeGuarantee
 from dpfl_lightning.privacy.compose import Limit, compose
 from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount, listed
-from dpfl_lightning.privacy.ledger.account_file import RunRecord, charged_lines, ledger_line, line_of
+from dpfl_lightning.privacy.ledger.account_file import RunRecord, ledger_line, line_of
 from dpfl_lightning.privacy.ledger.evidence import Evidence
-from dpfl_lightning.privacy.ledger.file import chain_of, charges_of
+from dpfl_lightning.privacy.ledger.file import Head
 from dpfl_lightning.privacy.ledger.verify import read, rows_of
-from dpfl_lightning.runtime.strict_json import parsed
+from dpfl_lightning.runtime.text import counted
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,14 @@ class OperatedAccount(PrivacyAccount):
             groups = list(dict.fromkeys(map(self._group, names)))
             together = self._cumulative(groups, run)
         return [Holder(tuple(sorted(group)), one) for group, one in zip(groups, together, strict=True)]
+
+    def ahead_of(self, ledger: Head) -> str:
+        """Return in words which lines of a run the account has after the end of its ledger; empty for none."""
+        with self._locked() as file:
+            count = len(self._lines_after(file, ledger.run, ledger.chain)) if ledger.run in self._runs else 0
+        more = f"The account counts {counted(count, 'line')} more of run {ledger.run[:12]} than its ledger has"
+        why = "a charge in progress, or a crash. The run appends what is missing when it resumes."
+        return f"{more}: {why}" if count else ""
 
     def limit(self, holder: str, limit: Limit) -> None:
         """Set the limit on all runs on the records of a holder."""
@@ -139,9 +147,7 @@ class OperatedAccount(PrivacyAccount):
             for entry, _ in other._runs.values():
                 entry = entry if same_key else replace(entry, evidence=(Evidence(),) * len(entry.holders))
                 self._add_record(file, self._spelt(entry))
-                new = [one for one in lines.get(entry.run, ()) if chain_of(one) not in self._chains_of[entry.run]]
-                self._append(file, charged_lines(entry.run, new))
-                count += sum(len(charges_of(parsed(line))) for line in new)
+                count += self._add_lines(file, entry.run, lines.get(entry.run, ()))
             for content in contents:
                 names = [self._name(name) for name in content.get("same", content.get("joined", ()))]
                 known = self._declared if "joined" in content else self._same
