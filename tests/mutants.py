@@ -173,7 +173,6 @@ def mixing_model(patch: MonkeyPatch) -> None:
 
     patch.setattr(ClientModule, "sample_loss", mixed)
     patch.setattr(local_clients, "check_fits", lambda module, population: None)
-    patch.setattr(checked_clipping, "_reached_in_company", lambda *args: None)
     patch.setattr(trial_records.Reference, "wrong_parameter", lambda *args: None)
     patch.setattr(passes, "is_private", lambda rows_of, examples, size: True)
 

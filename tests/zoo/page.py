@@ -19,7 +19,7 @@ pip install --no-deps --target /tmp/suites -r tests/zoo/requirements.txt
 TEST_SUITES=/tmp/suites python -m tests.zoo
 ```
 
-Classes with a forward pass of their own go under `vmap`, or one record at a time, but for those that were read
+Classes with a forward pass of their own go under `vmap`, or one record at a time
 ([supported layers](../../docs/supported.md)).
 
 | | models |
