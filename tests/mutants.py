@@ -19,7 +19,6 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy import sampling
 from dpfl_lightning.privacy.accounting import accountant
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
-from dpfl_lightning.privacy.clipping import checked as checked_clipping
 from dpfl_lightning.privacy.clipping import fast as fast_clipping
 from dpfl_lightning.privacy.clipping import passes, taps, trial_records
 from dpfl_lightning.privacy.clipping import reference as clipping
