@@ -192,7 +192,7 @@ def test_the_loss_of_a_record_is_the_training_step_on_it_alone(kind, make_loop, 
 
 @pytest.mark.parametrize("kind", [MixesByPython, OnlyMixes, MixesByNumPy])
 def test_random_numbers_that_torch_does_not_draw_are_refused(kind, make_loop):
-    with pytest.raises(UserError, match=r"must keep nothing of a pass .* draw random numbers by torch"):
+    with pytest.raises(UserError, match=r"must keep nothing of a pass .* Draw random numbers by torch"):
         make_loop(module=kind())
 
 
