@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import shutil
 import stat
 import sys
@@ -18,8 +19,10 @@ from sites import federation, planned, state_of
 from dpfl_lightning.commands.ledger import main as ledger_command
 from dpfl_lightning.commands.node import main
 from dpfl_lightning.config.mapping import from_mapping
+from dpfl_lightning.reporting.site_page import TOTALS
 from dpfl_lightning.runtime.spoken import words_of as spoken
 from dpfl_lightning.sites import wire
+from dpfl_lightning.sites.exchange import Hello
 from dpfl_lightning.sites.node.accept import accept, open_study, site_of
 from dpfl_lightning.sites.node.records import settings_of, site_population
 from dpfl_lightning.sites.node.service import Node
@@ -39,7 +42,7 @@ TABLE = pandas.DataFrame(
 )
 
 
-def of_tables(folder: Path, **more):
+def of_tables(folder: Path, held_out: float = 0, **more):
     """The nodes of three sites with tables, in this folder, and a plan for them."""
     states, facts = [], []
     for number, name in enumerate(("cork", "dijon", "essen")):
@@ -47,7 +50,7 @@ def of_tables(folder: Path, **more):
         table = TABLE.assign(Fallnummer=[f"{name}{row}" for row in range(ROWS)], age=TABLE.age + number)
         table.to_csv(file, index=False)
         arguments = {"df": str(file), "label": "died", "classes": ["no", "yes"], "scale": {"age": [60, 20]}}
-        arguments |= {"categories": {"sex": ["f", "m"]}, "person": "Fallnummer", "held_out": 0}
+        arguments |= {"categories": {"sex": ["f", "m"]}, "person": "Fallnummer", "held_out": held_out}
         data = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": arguments}
         privacy = {"epsilon": 5, "delta": 0.01}
         settings = settings_of(from_mapping({"data": data, "privacy": privacy}), name)
@@ -77,34 +80,43 @@ def hospitals(tmp_path_factory):
 
 #: what a data protection officer asks, and the sentence of the page that answers it
 QUESTIONS = {
-    "who sees what": "the operator of the server, who is not trusted every single noisy release, and of this site: its "
-    "name, number of records for training, names and scales of columns, classes, budget, that it takes part, and when "
-    "it answers records, noise, exact scores, anything before noise was added",
-    "worst case": "somebody who knows all other records, and tosses a coin on whether this one was in the data, is "
-    "right in 50 of 100 cases. With all that this site would send in this run they are right in at most 95.3 of 100",
-    "what epsilon 3 means": "Experts write this promise as epsilon 3 and delta 0.001 : the factor is exp(epsilon), 21, "
-    "and delta is the probability of the exception.",
-    "deletion": "data_key, releases/, scores.json, report.html, private.json, error.log once the study has ended, and "
-    "at the latest then: with data_key, guesses of records could be tried",
-    "withdrawal of a person": "it no longer fits and is refused: what it reserved stays reserved, the site sets up a "
-    "new node whose limits are smaller by all that this node has reserved for its plans (section 5), and all sites "
-    "need a new plan. If they are held out, the node goes on without them.",
-    "withdrawal": "from then on the node refuses the server. What was sent cannot be called back",
-    "audit": "the operator of this site dpfl node verify NODE; dpfl node status NODE compares the ledger with the "
-    "accepted plan; shows all plans and the limit",
+    "who sees what": "the server, which is not trusted every noisy update of this site, its name, its number of "
+    "records for training, names and scales of columns, classes, its budget, that it takes part, and when it answers "
+    "records, noise, exact scores, anything before noise was added",
+    "worst case": "somebody who knows all other records, and tosses a coin on whether this one was in the data, "
+    "is right in 50 of 100 cases. With all that this site would send in this run they are right in at most 95.3 of "
+    "100",
+    "what epsilon 3 means": "Experts write this promise as epsilon 3 and delta 0.001 : the factor is "
+    "exp(epsilon), 21, and delta is the probability of the exception.",
+    "deletion": "data_key, releases/, scores.json, report.html, private.json, error.log, contact.txt once the "
+    "study has ended; do so then, because data_key lets its reader test guesses of records",
+    "withdrawal of a person": "If they are held out (section 2 says how to find out), the study goes on without "
+    "them. If they are used for training, the plan no longer fits, and the node refuses it: all sites need a new "
+    "plan. This site then sets up a new node, whose limits are smaller by all that this node has reserved for its "
+    "plans (section 5).",
+    "withdrawal": "From then on the node refuses the server. What was sent cannot be called back",
+    "audit": "compares the ledger with the accepted plan; shows all plans and the limit",
     "contact": "Contact for questions about this study: Dr. A. Muster, +49 30 123.",
-    "other studies": "With 0 other plans that this node has accepted, all plans together cost epsilon 3 and delta "
-    "0.001: at most 21 times as likely, except with probability 1 in 1,000, and right in at most 95.3 of 100 cases.",
-    "collusion": "If all of these sites and the server put together what they know (collusion), the promise of "
-    "section 1 is the same",
+    "other studies": "plans times as likely, at most except with probability right guesses, at most epsilon "
+    "delta Before this plan (0 plans; this one not counted) 1 0 50 of 100 cases 0 0 This plan alone 21 1 in 1,000 "
+    "95.3 of 100 cases 3 0.001 Together, if you sign (this plan counted) 21 1 in 1,000 95.3 of 100 cases 3 0.001 "
+    "Your limit 150 1 in 100 99.4 of 100 cases 5 0.01 Left afterwards 7.4 1 in 111 88.2 of 100 cases 2 0.009 Your "
+    "limit is the most that all plans of this node may ever cost together: the node refuses a plan above it. It fits.",
+    "held-out records": "120 rows. No training uses them. They score models that the server sends, in general "
+    "the final one. The exact scores stay here. Nothing of them leaves this site: no score, no count, not even their "
+    "number.",
+    "what is private": "Private: this page stays with the operator and the data protection officer of this site.",
+    "collusion": "If all sites and the server put together what they know (collusion), the promise of section 1 "
+    "is the same",
     "what changed since the last plan": "This is the first plan at this node.",
 }
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_ten_questions_are_answered_by_a_sentence(question, tmp_path):
+def test_questions_are_answered_by_a_sentence(question, tmp_path):
     terms = planned(tmp_path, privacy={"epsilon": [3, 4, 8]})
-    page = shown(state_of(tmp_path, 0, key=None), terms, tmp_path, "--contact", "Dr. A. Muster, +49 30 123")
+    words = ["--epsilon_limit", "5", "--contact", "Dr. A. Muster, +49 30 123"]
+    page = shown(state_of(tmp_path, 0, key=None), terms, tmp_path, *words)
     assert QUESTIONS[question] in words_of(page)
 
 
@@ -121,6 +133,7 @@ def test_the_page_says_what_is_signed(hospitals, capsys):
         "88.1 of 100 cases",
         "epsilon 2 and delta 0.001",
         "60 records of this site",
+        "Held out no row",
         "age, sex; beside them only the label and, if there is one, the column that names persons",
         "died (no, yes)",
         "'logistic', a model of dpfl_lightning, which the server chose",
@@ -128,6 +141,7 @@ def test_the_page_says_what_is_signed(hospitals, capsys):
         "essen 60 records epsilon 8, delta 0.001",
         "The server writes: 'This run uses SizeWeighted.'",
         "noised gradient steps in 2 releases",
+        "No contact for questions about this study was named",
         "Contact for questions about this study: ____",
         "It fits.",
         "A person with several rows is protected less.",
@@ -201,7 +215,9 @@ def test_what_changed_since_the_last_plan_is_said(tmp_path):
         "budget epsilon 2, delta 0.001 epsilon 1, delta 0.001",
         "rounds 2 3",
         "option model.name 'logistic' 'convnet'",
-        "With 1 other plan that this node has accepted, all plans together cost epsilon 3 and delta 0.002: at most 21",
+        "Before this plan (1 plan; this one not counted) 7.4 1 in 1,000 88.1 of 100 cases 2 0.001",
+        "This plan alone 2.8 1 in 1,000",
+        "Together, if you sign (this plan counted) 21 1 in 500 95.3 of 100 cases 3 0.002",
     ):
         assert part in page, part
     assert "columns none" not in page and "label what" not in page
@@ -215,10 +231,104 @@ def test_without_the_rows_of_one_person_the_plan_is_refused(tmp_path):
     file = tmp_path / "cork.csv"
     file.write_text("".join(line for line in file.read_text().splitlines(True) if ",cork7," not in line))
     assert "must have the public facts of this site" in Node(cork, open_study).problem(digest(terms))
-    assert (
-        "starts the node again. If they are among the records for training, whose number the plan states"
-        in words_of(shown(cork, terms, tmp_path))
+    assert QUESTIONS["withdrawal of a person"] in words_of(shown(cork, terms, tmp_path))
+    assert "Held out not counted, because the plan does not fit" in words_of(shown(cork, terms, tmp_path))
+
+
+def test_the_terminal_says_what_the_page_says(hospitals, capsys):
+    folder, (_, dijon, _), terms = hospitals
+    page = words_of(shown(dijon, terms, folder, "--contact", "study office")).replace(" .", ".")
+    printed = capsys.readouterr().out.partition("\nEach release, for the expert:")[0].splitlines()
+    titles = ("What leaves this site", "Received by ", "Not received", "Not covered", *TOTALS)
+    assert len(printed) > 20
+    for line in printed:
+        for part in re.split("[:;.]+ ", line.strip(" .")):
+            title = next((one for one in titles if part.startswith(one)), "")
+            assert part.removeprefix(title).strip() in page, line
+
+
+CONTACT = "Contact for questions about this study: study office, +49 30 123."
+
+
+def test_the_contact_is_kept_with_the_consent(tmp_path, capsys):
+    terms, state = planned(tmp_path), state_of(tmp_path, 0, key=None)
+    page = words_of(shown(state, terms, tmp_path))
+    assert page.count("No contact for questions about this study was named") == 1
+    shown(state, terms, tmp_path, "--contact", "study office, +49 30 123")
+    capsys.readouterr()
+    assert main(["accept", str(state.path), str(tmp_path / "plan.json")]) == 0
+    assert CONTACT in capsys.readouterr().out
+    page = words_of(shown(state, terms, tmp_path))
+    assert CONTACT in page and "No contact" not in page and CONTACT in capsys.readouterr().out
+    shown(state, terms, tmp_path, "--contact", "another office")
+    assert state.contact(digest(terms)) == "another office"
+    for wrong in ("two\nlines", " ", "x" * 301):
+        shown(state, terms, tmp_path, "--contact", wrong, code=2)
+    assert state.contact(digest(terms)) == "another office"
+
+
+def test_the_operator_is_told_whether_one_person_is_held_out(tmp_path, capsys):
+    (cork, *_), terms = of_tables(tmp_path, held_out=0.3)
+    page = words_of(shown(cork, terms, tmp_path))
+    population, client = site_population(cork.settings())
+    held_out = population.held_out_of[client]
+    assert f"Held out {len(held_out)} rows of {len(held_out)} persons. No training uses them." in page
+    assert f"dpfl node status {cork.path} --person ID" in page and "This is no secret" in page
+
+    page = words_of(shown(cork, terms, tmp_path, "--epsilon_limit", "1"))
+    assert f"Held out {len(held_out)} rows" in page and "Left afterwards none: above your limit - - - -" in page
+    assert "It does not fit: `--epsilon_limit` must be at least 2" in page
+
+    def said(person: str) -> str:
+        assert main(["status", str(cork.path), "--person", person]) == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    capsys.readouterr()
+    for row in (int(held_out[0]), int(population.train_of[client][0])):
+        use = "held out, 1 row. No training uses them." if row in held_out else "used for training, 1 row."
+        assert said(f"cork{row}") == f"Person cork{row}: {use}"
+    assert said("nobody7") == "Person nobody7: no row at this site."
+    assert main(["verify", str(cork.path), "--person", "cork1"]) == 2
+    assert main(["status", str(state_of(tmp_path, 0).path), "--person", "cork1"]) == 2
+    assert "`--person` must be given for data that name persons" in capsys.readouterr().err
+
+
+@pytest.mark.e2e
+def test_the_page_says_of_each_file_when_it_may_be_deleted(tmp_path, the_state_of_the_tests, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("DPFL_ACCOUNT", str(tmp_path / "data" / "account.jsonl"))
+    states, terms = of_tables(tmp_path, held_out=0.3)
+    for state in states:
+        state.keep_contact(digest(terms), "study office, +49 30 123")
+        accept(state, terms, 9, may_rise=True)
+    nodes = [Node(state, open_study) for state in states]
+    options = sites.configured(
+        tmp_path / "run",
+        clients={"count": 3, "learning_rate": 0.5, "batch_size": 20},
+        data={
+            "class_path": "dpfl_lightning.Population.from_dataframe",
+            "init_args": {**states[0].settings().config["data"]["init_args"], "df": None},
+        },
     )
+    loop_over(options, Sites(terms, tuple(node.handle for node in nodes))).run()
+    for node in nodes:
+        node.close()
+    state = states[0]
+    folder = state.plan_folder(digest(terms))
+    assert CONTACT in words_of((folder / "report.html").read_text())
+    Node(state, None).handle(wire.encode(Hello(digest(terms), "")))  # leaves error.log
+    with state.serving(), sites.listening(nodes[0], state.path / "socket"):
+        found = {file for file in state.path.rglob("*") if not file.is_dir()}
+    found |= {file for name in ("state", "data") for file in (tmp_path / name).rglob("*") if file.is_file()}
+    rows = re.findall(
+        '<td data-title="where">(.*?)</td><td data-title="files">(.*?)</td>', (folder / "report.html").read_text()
+    )
+    places = {"folder of the plan": folder, "folder of the node": state.path}
+    named = {places.get(where, Path(where)) / name for where, names in rows for name in names.split(", ")}
+    folders = {one for one in named if one.is_dir()}
+    assert {file for file in found if not {file, *file.parents} & named} == set(), "the table lacks it"
+    in_places = {one for one in named if one.is_absolute()} - folders
+    assert in_places <= found and {one.name for one in folders} == {"releases"}
 
 
 @pytest.mark.e2e
@@ -234,7 +344,14 @@ def test_the_page_is_completed_after_the_run_and_what_may_be_deleted_may(tmp_pat
         assert (
             "2 of 2 planned releases were made, which cost epsilon 4" in page and "this site sends in this run" in page
         )
-    assert "Scores that stay here" in completed and "Scores that stay here" not in after
+    private = "10. Private: exact scores on held-out records"
+    assert private in completed and private not in after
+    assert "Section 10 has exact figures about held-out records: give it to nobody." in completed
+    assert completed.count("Private: ") == 4 and "Private: numbers of records by label and prediction" in completed
+    assert (
+        "All other plans (0 plans; this one not counted) 1 0" in completed
+        and "Together (this plan counted) 55" in completed
+    )
     for question in ("collusion", "deletion", "withdrawal", "audit"):
         assert QUESTIONS[question] in completed
     for node in nodes:

@@ -64,10 +64,10 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
         assert stat.S_IMODE((folder / "report.html").stat().st_mode) == 0o600
         for part in (
             f"accuracy {expected['accuracy']:.2%} ",
-            f"exact, without noise, and sent to nobody.{' Noisy counts of the same' if strategies else ' No guar'}",
-            "model that the server sent as that of round 2",
+            f"of round 2, on {kept.records} held-out records.{' Noisy counts of the same' if strategies else ''}",
+            "Nothing of them leaves this site" if strategies is None else "The promise covers it.",
             "predicted 9",
-            "Calibration",
+            "Private: calibration.",
             "2 releases",
         ):
             assert part in page, part

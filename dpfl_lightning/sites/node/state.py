@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from dpfl_lightning.config.reading import check_format, expecting, read_bytes, read_key
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.privacy.accounting.accountant import exact_sum
 from dpfl_lightning.privacy.compose import Keys, Line, compose
 from dpfl_lightning.privacy.ledger.file import is_begun
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -26,6 +27,7 @@ from dpfl_lightning.sites.terms import read_site, read_terms
 T = TypeVar("T")
 
 _FORMAT = 1  # of node.json and of reserved.json
+_MOST_CONTACT = 300  # characters
 
 
 @dataclass(frozen=True)
@@ -172,15 +174,39 @@ class StateFolder:
         if not reservation.begun:
             self._write(plan, dataclasses.replace(reservation, begun=True))
 
-    def reserved(self, *more: Reservation) -> tuple[float, float]:
-        """Return what all plans and `more` reserve: releases of later ones may be chosen by results, so they add up."""
+    def contact(self, plan: str) -> str:
+        """Return whom to ask about a plan; empty if nobody was named."""
+        file = self._contact(plan)
+        return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+    def keep_contact(self, plan: str, contact: str) -> None:
+        """Remember whom to ask about a plan, before or after it is accepted."""
+        fits = bool(contact.strip()) and contact.isprintable() and len(contact) <= _MOST_CONTACT
+        require(fits, "--contact", f"be one line of at most {_MOST_CONTACT} characters", contact)
+        self.plan_folder(plan).mkdir(exist_ok=True)
+        write_text(self._contact(plan), contact, private=True)
+
+    def _contact(self, plan: str) -> Path:
+        return self.plan_folder(plan) / "contact.txt"
+
+    def reserved(self, *more: Reservation, without: str = "") -> tuple[float, float]:
+        """Return what all plans but `without`, and `more`, reserve together.
+
+        Results may choose the releases of later plans, so epsilons and deltas are added.
+        """
         adjacency, keys = self.settings().adjacency, Keys([self.settings().name])
+        plans = [one for plan, one in self.plans().items() if plan != without]
         lines = [
             Line(str(number), one.client, keys, (), one.delta, adjacency, "poisson", "pld", one.epsilon, chosen=True)
-            for number, one in enumerate((*self.plans().values(), *more))
+            for number, one in enumerate((*plans, *more))
         ]
         total = compose(lines, of=[keys])[keys]
         return total.epsilon, total.delta
+
+    def left(self, limits: tuple[float, float], *more: Reservation) -> tuple[float, float]:
+        """Return what of the limits (epsilon, delta) all plans and `more` leave; below 0 if they are above a limit."""
+        epsilon, delta = (exact_sum([limit, -one]) for limit, one in zip(limits, self.reserved(*more), strict=True))
+        return epsilon, delta
 
     def reserve(self, terms: Terms, reservation: Reservation, epsilon_limit: float, delta_limit: float) -> str:
         """Store an accepted plan and return its hash; call it under `locked`. Raises UserError as `check` does."""

@@ -167,7 +167,7 @@ class Study:
         try:
             scores = evaluate_own(clients.module, clients.population, model, self.client, clients.engine)
             kept = KeptScores(round, held_out, scores.test, scores.baseline)
-            write_scores(self._folder, kept, clients.guarantees()[self.client])
+            write_scores(self._folder, kept, clients.guarantees()[self.client], clients.population)
         except Exception as error:
             warn_user(f"scores of held-out records are not computed: {type(error).__name__}")
 
