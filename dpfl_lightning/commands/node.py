@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser("node", about, "VERB STATE_DIR [PLAN] [FLAGS]", examples)
     _flags(parser)
     flags = parser.parse_args(words)
-    require(flags.person is None or flags.verb == "status", "--person", "be given with status", flags.verb)
+    require(not flags.person or flags.verb == "status", "--person", "be given with status", flags.verb)
     needs_plan = flags.verb in ("accept", "withdraw")
     what = "a file for accept, and the begin of a hash in `status` for withdraw"
     require(needs_plan == (flags.plan is not None), "PLAN", f"be {what}, and left out otherwise", flags.plan)
@@ -71,8 +71,8 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page", metavar="FILE", help=text)
     text = "accept: whom to ask about the study; the node remembers it"
     parser.add_argument("--contact", metavar="TEXT", default="", help=text)
-    text = "status: say whether this person's rows are held out or used for training"
-    parser.add_argument("--person", metavar="ID", help=text)
+    text = "status: ask for the id of a person, and say whether their rows are held out or used for training"
+    parser.add_argument("--person", action="store_true", help=text)
     parser.add_argument("--socket", metavar="PATH", help="serve: Unix socket (default STATE_DIR/socket)")
     parser.add_argument("--score_every", metavar="ROUNDS", type=int, default=0, help=_SCORES)
     text = "serve: replies leave at multiples of this time after a request (default 1)"
@@ -199,11 +199,14 @@ def _status(state: StateFolder, flags: argparse.Namespace) -> None:
     from dpfl_lightning.sites.receipt import public_key
 
     settings = state.settings()
-    if flags.person is not None:
+    if flags.person:
         from dpfl_lightning.sites.node.records import site_population
         from dpfl_lightning.sites.node.review import place_of
 
-        print(place_of(*site_population(settings), flags.person))
+        print("Id of the person: ", end="", file=sys.stderr, flush=True)
+        person = sys.stdin.readline().strip()  # so that no history of commands keeps it
+        require(bool(person), "--person", "be followed by a line with an id", "none")
+        print(place_of(*site_population(settings), person))
         return
     data, warning = settings.config["data"], f" {_TEST}." if settings.test_key else ""
     print(f"Site {settings.name}, records from {data['class_path'] or data['name']}.{warning}")

@@ -72,7 +72,7 @@ def test_a_crash_after_the_reservation_does_not_hide_the_limit(state, terms, sai
 
 
 def test_shown_plans_are_compared_with_the_limit(said):
-    assert "This plan alone: times as likely, at most 7.4; " in said("accept", "--show")
+    assert "This plan alone: times as likely, at most 7.39; " in said("accept", "--show")
     assert "does not fit" in said("accept", "--show", "--epsilon_limit", 1.5)
     shown = said("accept", "--show", "--epsilon_limit", 3)
     assert "epsilon 3; delta 0.01.\nLeft" in shown and "epsilon 1; delta 0.009." in shown
@@ -82,7 +82,7 @@ def test_shown_plans_are_compared_with_the_limit(said):
     shown = said("accept", "--show")
     assert (
         "has accepted the plan, and it fits the records" in shown
-        and "Left now: times as likely, at most 2.8; " in shown
+        and "Left now: times as likely, at most 2.71; " in shown
     )
 
 
@@ -129,10 +129,10 @@ def test_limits_of_persons_are_said_and_plans_of_another_unit_refused(tmp_path, 
     shown = capsys.readouterr().out
     count = site(0, persons=True).num_records
     for words in (
-        f"Training: {count} persons of this site",
+        f"rows of {count} persons",
         "each person's gradient, the mean over at most 3 of the person's rows, is clipped",
         "privacy per person (add or remove one person of one client), Poisson sampling of persons, at most 3 rows of",
-        "a person at two clients is two persons",
+        "what other sites send of the same person",
         "its number of persons for training",
         "is left per person",
     ):

@@ -11,64 +11,103 @@ import shlex
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 import dpfl_lightning
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import shortened
+from dpfl_lightning.privacy.accounting.accountant import exact_sum
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan
-from dpfl_lightning.privacy.accounting.guarantee import released_words
+from dpfl_lightning.privacy.accounting.events import NoisedEvent
+from dpfl_lightning.privacy.accounting.guarantee import (
+    EXACT_SCORES,
+    NOT_COVERED,
+    OTHER_CLIENTS,
+    OTHER_RUNS,
+    SCORED_RECORDS,
+    Guarantee,
+    released_words,
+)
+from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.privacy.ledger.account_file import AccountFile, users_file
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.ledger.verify import read
 from dpfl_lightning.reporting.odds import Odds
-from dpfl_lightning.reporting.site_page import SitePlan, SiteScores, site_page
+from dpfl_lightning.reporting.site_page import DIGITS, SitePlan, SiteScores, scores_page, site_page, without_exponents
+from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.spoken import in_both_forms
 from dpfl_lightning.runtime.text import at_least, at_most, counted, flattened
+from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Site, Terms
-from dpfl_lightning.sites.node.state import Reservation, Settings, StateFolder
+from dpfl_lightning.sites.node.scores import FILE, PAGE, REPORT, KeptScores
+from dpfl_lightning.sites.node.state import Reservation, Settings, StateFolder, kept_releases
 from dpfl_lightning.sites.terms import client_of, cost_of, model_words, privacy_of, read_terms, server_words
-from dpfl_lightning.sites.wire import digest
 
 _MOST_SITES = 50  # in the table
 _MOST_CHANGES = 30  # in the table
 _SHOWN = 200  # characters of a text of the server in a table
-_NO_ROW = "no row"  # is held out
 _TEST_KEY = "Not for this node: its noise follows from a test key, so that nobody is protected."
-_NO_CONTACT = "No contact for questions about this study was named: name one by --contact before you sign."
+_NO_CONTACT = (
+    "No contact for questions about this study was named. Before you sign, ask the operator for one, or write it into "
+    "section 8."
+)
+#: options of a plan that other rows of the comparison state
+_STATED = "rounds", "privacy.epsilon", "privacy.delta"
 
 
-def held_out_words(population: Population, client: int) -> str:
-    """Return in words how many rows of a client are held out, and of how many persons if ids are known."""
-    rows = population.held_out_of[client]
-    words = counted(len(rows), "row") if len(rows) else _NO_ROW
-    if population.persons is None or not len(rows):
-        return words
-    return f"{words} of {counted(len(population.persons.cpu()[rows.cpu()].unique()), 'person')}"
+class Counts(NamedTuple):
+    """How many rows of a site train, are held out, and are there, and of how many persons if ids are known."""
+
+    training: str
+    held_out: str
+    together: str
+
+    @classmethod
+    def of(cls, population: Population, client: int) -> Counts:
+        train, held_out = population.train_of[client], population.held_out_of[client]
+
+        def words(*parts: Tensor) -> str:
+            rows = counted(sum(map(len, parts)), "row")
+            if population.persons is None:
+                return rows
+            persons = {code for part in parts for code in population.persons[part].tolist()}
+            return f"{rows} of {counted(len(persons), 'person')}"
+
+        return cls(words(train), words(held_out) if len(held_out) else "", words(train, held_out))
 
 
-def completed_page(folder: Path, scores: SiteScores, population: Population) -> str:
-    """Return the page of the accepted plan in `folder`, with what was released and the scores that stay here."""
+def write_report(folder: Path, population: Population) -> None:
+    """Write the page of the accepted plan in `folder`, with what was sent; `population` has the site's records only."""
     state, terms = StateFolder(folder.parents[1]), read_terms(folder / "plan.json")
     settings = state.settings()
-    held_out = held_out_words(population, client_of(terms, settings.name))
-    return site_page(site_plan(state, terms, (settings.epsilon_limit, settings.delta_limit), held_out), scores)
+    counts = Counts.of(population, client_of(terms, settings.name))
+    page = site_page(site_plan(state, terms, (settings.epsilon_limit, settings.delta_limit), counts))
+    write_text(folder / REPORT, page, private=True)
+
+
+def write_scores(folder: Path, scores: KeptScores, promise: Guarantee) -> None:
+    """Write scores and a page of them into the folder of a plan, for the operator of the site alone."""
+    write_text(folder / FILE, wire.to_text(scores), private=True)
+    name, shown = StateFolder(folder.parents[1]).settings().name, SiteScores(**vars(scores), released=promise)
+    write_text(folder / PAGE, scores_page(name, folder.name, shown), private=True)
 
 
 def site_plan(
-    state: StateFolder, terms: Terms, limits: tuple[float, float], held_out: str, contact: str = ""
+    state: StateFolder, terms: Terms, limits: tuple[float, float], counts: Counts | None, contact: str = ""
 ) -> SitePlan:
     """Return what a plan means for a site, but not whether it fits.
 
-    `held_out` says in words how many rows are held out; empty if they were not counted. `contact` is whom to ask; if it
-    is empty, the one that was named before. Raises UserError if the plan does not have this site, or plans anything
-    without noise.
+    `counts` are None if the rows do not fit the plan. `contact` is whom to ask; if it is empty, the one that was named
+    before. Raises UserError if the plan does not have this site, or plans anything without noise.
     """
-    settings, plans, hashed = state.settings(), state.plans(), digest(terms)
+    settings, plans, hashed = state.settings(), state.plans(), wire.digest(terms)
     client = client_of(terms, settings.name)
     planned, plan = cost_of(terms, client), terms.plan
     cost = planned.guarantee
-    is_accepted = hashed in plans
+    reserved = plans.get(hashed)
     since, changes = _changes(state, terms, client)
     strategies = ", ".join(name.partition(" ")[2] for name in plan.strategies)
     others = [_row(terms, other) for other in range(len(terms.sites)) if other != client]
@@ -84,14 +123,14 @@ def site_plan(
         name=f"Plan {in_both_forms(hashed)}.",
         digest=hashed,
         date=date.today().isoformat(),
-        stage=_stage(is_accepted and plans[hashed]),
+        stage=_stage(reserved),
         warning=_TEST_KEY if settings.test_key is not None else "",
         contact=f"Contact for questions about this study: {asked}." if asked else "",
         no_contact="" if asked else _NO_CONTACT,
         guarantee=cost,
         data=(
-            ("Training", f"{counted(planned.num_records, cost.unit)} of this site"),
-            *_held_out(state, planned, held_out),
+            ("Training", counts.training if counts else counted(planned.num_records, cost.unit)),
+            *_held_out(state, planned, counts),
             ("Columns", _columns(state.site())),
             ("Label", _label(state.site())),
             ("Model", _model(plan.options.get("model"), settings)),
@@ -100,30 +139,35 @@ def site_plan(
         server_words=[*map(server_words, [f"This run uses {strategies}.", *plan.caveats])],
         others=others[:_MOST_SITES],
         more_others=f"{len(others) - _MOST_SITES:,} more are in the plan. " if stated else "",
+        everywhere=_everywhere(terms) if others else "",
+        uncovered=_uncovered(planned, counts, tables=bool(state.site().schema.get("columns"))),
         totals=_totals(state, hashed, Reservation(cost.epsilon, cost.delta, client, 0), limits),
         since=since,
         changes=changes,
-        files=_files(),
-        run=f"{terms.run}, of {counted(len(terms.sites), 'client')}, at most {counted(plan.rounds, 'round')}; "
+        files=_files(bool(state.site().schema.get("person"))),
+        num_records=planned.num_records,
+        run=f"{terms.run}, of {counted(len(terms.sites), 'site')}, at most {counted(plan.rounds, 'round')}; "
         f"{clipped} is clipped to {plan.settings[client].clip_norm:g}",
         version=dpfl_lightning.__version__,
-        spent=_spent(state, hashed) if is_accepted else "",
+        accepted="" if reserved is None else reserved.accepted,
+        spent="" if reserved is None else _spent(state, hashed),
     )
 
 
-def _stage(reserved: Reservation | bool) -> str:
+def _stage(reserved: Reservation | None) -> str:
     """Return in words how far the consent of the site has come."""
-    if not isinstance(reserved, Reservation):
+    if reserved is None:
         return "This site has not accepted this plan: nothing of it happens before it does."
-    return "This site has withdrawn from this plan." if reserved.withdrawn else "This site has accepted this plan."
+    ended = f" and withdrew from it on {reserved.ended}" * reserved.withdrawn
+    return f"This site accepted this plan on {reserved.accepted}{ended}."
 
 
 def _columns(site: Site) -> str:
-    columns = site.schema.get("columns")
-    if columns:
-        besides = "beside them only the label and, if there is one, the column that names persons"
-        return f"{', '.join(map(str, columns))}; {besides}"
-    return f"none by name: records are numbers of shape {record_shape(site.inputs)}"
+    columns, person = (site.schema.get(name) for name in ("columns", "person"))
+    if not columns:
+        return f"none by name: records are numbers of shape {record_shape(site.inputs)}"
+    named = f" and {person}, which names persons" if isinstance(person, str) else ""
+    return f"{', '.join(map(str, columns))}; beside them only the label{named}"
 
 
 def _label(site: Site) -> str:
@@ -145,29 +189,46 @@ def _model(model: Any, settings: Settings) -> str:
 
 
 def _row(terms: Terms, client: int) -> tuple[str, str, str]:
-    site, settings, schedule = terms.sites[client], terms.plan.settings[client], terms.plan.schedule.clients[client]
-    budget = min(schedule.target_epsilon, settings.epsilon)
-    epsilon = at_most(budget) if math.isfinite(budget) else "without a bound"
-    return (
-        site.name,
-        f"{site.num_records:,} {privacy_of(terms)['unit']}s",
-        f"epsilon {epsilon}, delta {at_most(settings.delta)}",
-    )
+    site, settings = terms.sites[client], terms.plan.settings[client]
+    return site.name, f"{settings.num_records:,} {privacy_of(terms)['unit']}s", _in_words(*_budget(terms, client))
 
 
-def _held_out(state: StateFolder, planned: ClientPlan, number: str) -> list[tuple[str, str]]:
+def _in_words(epsilon: float, delta: float) -> str:
+    bound = at_most(epsilon) if math.isfinite(epsilon) else "without a bound"
+    return without_exponents(f"epsilon {bound}, delta {at_most(delta)}")
+
+
+def _budget(terms: Terms, client: int) -> tuple[float, float]:
+    settings = terms.plan.settings[client]
+    return min(terms.plan.schedule.clients[client].target_epsilon, settings.epsilon), settings.delta
+
+
+def _everywhere(terms: Terms) -> str:
+    """Return in words what is promised to a person who is at all sites of a plan."""
+    budgets = [_budget(terms, client) for client in range(len(terms.sites))]
+    epsilon, delta = (exact_sum([budget[place] for budget in budgets]) for place in (0, 1))
+    rows = "one record" if privacy_of(terms)["unit"] == "record" else "rows"
+    who = f"For a person with {rows} at each of the {len(budgets)} sites"
+    if not math.isfinite(epsilon):
+        return f"{who} there is no bound."
+    odds, cost = Odds.of(epsilon, delta, DIGITS), _in_words(epsilon, delta)
+    chance = f"at most {odds.factor} times as likely, except with probability {odds.exception}"
+    return f"{who} the budgets add up to {cost}: {chance}, and right guesses in at most {odds.guesses}."
+
+
+def _held_out(state: StateFolder, planned: ClientPlan, number: Counts | None) -> list[tuple[str, str]]:
     """Return what held-out records are used for, what of them leaves, and how to ask about one person."""
     title = "Held out"
-    if not number:
+    if number is None:
         return [(title, "not counted, because the plan does not fit")]
-    if number == _NO_ROW:
-        return [(title, _NO_ROW)]
+    if not number.held_out:
+        return [(title, "no row")]
     lines = [line for line in planned.schedule.planned if line.event.counts_held_out]
     counts = released_words([line.event for line in lines], [line.count for line in lines])
     leaves = (
         f"What leaves of them is planned and has random noise: {'; '.join(counts)}. The promise covers it."
         if counts
-        else "Nothing of them leaves this site: no score, no count, not even their number."
+        else "In this plan nothing of them leaves this site: no score, no count, not even their number."
     )
     use = "No training uses them. They score models that the server sends, in general the final one."
     settings = state.settings()
@@ -175,22 +236,55 @@ def _held_out(state: StateFolder, planned: ClientPlan, number: str) -> list[tupl
     own, made = settings.config["data"]["class_path"], "dpfl_lightning.Population."
     by = "person's id" if named else "record (equal records stay together)"
     if own is None:
-        rule = "Rows are drawn by the seed in the configuration of this site."
+        rule = "Rows are drawn by the seed, a number in the configuration of this site."
     else:
-        unless = "" if own.startswith(made) else f"Unless the class {own} of this site divides its data itself, a "
+        unless = "" if own.startswith(made) else f"Unless the class {own} of this site divides its data itself, it is "
         rule = (
-            f"{unless or 'A '}digest of the {by} and of the seed in this site's configuration decides it: in each run "
-            f"in the same way. This is no secret: who knows the {'id' if named else 'record'} and the seed can compute "
-            "it."
+            f"{unless or 'It is '}computed from the {by} and the seed, a number in this site's configuration, in each "
+            "run in the same way; who knows both can compute it, too."
         )
     ask = (
-        f"dpfl node status {shlex.quote(str(state.path))} --person ID tells the operator, on this machine alone, "
-        "whether one person is held out."
+        f"dpfl node status {shlex.quote(str(state.path))} --person tells it to the operator, and reads the id from the "
+        "keyboard, so that no history of commands keeps it."
         if named
         else "The data name no persons, so no command tells it of one person; in Python, held_out_of of the "
         "Population has the numbers of the rows."
     )
-    return [(title, f"{number}. {use} The exact scores stay here. {leaves}"), ("Who is held out", f"{rule} {ask}")]
+    return [
+        (title, f"{number.held_out}. {use} The exact scores stay here. {leaves}"),
+        ("Together", number.together),
+        ("Who is held out", f"{rule} {ask}"),
+    ]
+
+
+def _uncovered(planned: ClientPlan, counts: Counts | None, tables: bool) -> list[tuple[str, str]]:
+    """Return what the promise does not cover, and of each whether it leaves this site and what protects there."""
+    cost, number = planned.guarantee, counted(planned.num_records, planned.guarantee.unit)
+    none = counts is not None and not counts.held_out
+    known = {
+        SCORED_RECORDS: (
+            "held-out records",
+            "there are none" if none else "no: in this plan nothing of them is sent",
+        ),
+        EXACT_SCORES: ("exact scores on held-out records", "no: only noisy counts, which the promise covers"),
+        NOT_COVERED[1]: (
+            f"the number of {cost.unit}s in training, and all options",
+            f"yes: {number}, exactly; nothing protects but that it is one number of all; options hold no data",
+        ),
+        NOT_COVERED[2]: (
+            "how records were prepared before",
+            "no: the study states scales, categories and values for gaps"
+            if tables
+            else "no, if nothing in site.json was computed from records",
+        ),
+        NOT_COVERED[3]: (
+            "times, memory, sizes and errors",
+            "only when a reply comes, in fixed steps (--slot); errors are one of a few words",
+        ),
+        OTHER_RUNS: ("other studies on the same records", "section 5 adds up those of this node"),
+        OTHER_CLIENTS: ("what other sites send of the same person", "section 4 adds it up"),
+    }
+    return [known.get(gap, (gap, "-")) for gap in cost.not_covered if gap not in cost.caveats]
 
 
 def _totals(state: StateFolder, plan: str, planned: Reservation, limits: tuple[float, float]) -> list[tuple[str, ...]]:
@@ -199,7 +293,9 @@ def _totals(state: StateFolder, plan: str, planned: Reservation, limits: tuple[f
     this, more = (accepted[plan], ()) if plan in accepted else (planned, (planned,))
     others = counted(len(accepted.keys() - {plan}), "plan")
     left = state.left(limits, *more)
-    rest = _cost(*(float(at_least(one)) for one in left)) if min(left) >= 0 else ("none: above your limit", *"----")
+    rest: tuple[str, ...] = ("none: above your limit", "", "", "", "")
+    if min(left) >= 0:
+        rest = (*Odds.left(*left, DIGITS), *(without_exponents(at_least(one)) for one in left))
     before, together, after = "Before this plan", "Together, if you sign", "Left afterwards"
     if plan in accepted:
         before, together, after = "All other plans", "Together", "Left now"
@@ -214,46 +310,69 @@ def _totals(state: StateFolder, plan: str, planned: Reservation, limits: tuple[f
 
 def _cost(epsilon: float, delta: float) -> tuple[str, ...]:
     """Return a cost in the words of the promise, in the order of `TOTALS`."""
-    odds = Odds.of(epsilon, delta)
-    return odds.factor, odds.exception, odds.guesses, at_most(epsilon), at_most(delta)
+    odds = Odds.of(epsilon, delta, DIGITS)
+    return odds.factor, odds.exception, odds.guesses, at_most(epsilon), without_exponents(at_most(delta))
 
 
-def _files() -> list[tuple[str, str, str]]:
-    """Return where a node leaves which files, and when each may be deleted."""
+def _files(of_persons: bool) -> list[tuple[str, str, str, str]]:
+    """Return where a node leaves which files, what of one person they have, and whether to keep or delete each."""
     folder, node, account = "folder of the plan", "folder of the node", AccountFile(users_file())
-    counted_there = "only when no plan is ever accepted on these records again: without it nobody knows what was spent"
+    ended, ids = "delete once the study has ended", " and of up to 256 ids" * of_persons
+    keep = "keep as long as ledger.jsonl"
     return [
-        ("at the site", "the records", "at any time: the node keeps no copy, and without them it refuses to answer"),
-        ("where you put them", "the plan as it was sent, this page", "at any time: the node keeps what it accepted"),
+        ("at the site", "the records", "all", "delete at any time: there is no copy, and without them no reply"),
         (
             folder,
-            "data_key, releases/, scores.json, report.html, private.json, error.log, contact.txt",
-            "once the study has ended; do so then, because data_key lets its reader test guesses of records",
+            "report.html, contact.txt",
+            "nothing: figures of all",
+            "keep: a later edition of this page",
         ),
-        (folder, "plan.json, reserved.json, ledger.jsonl, ledger.head", counted_there),
-        (node, "node.json, node.key, site.json", counted_there),
-        (node, "serving.lock, socket", "while the node is not running"),
+        (
+            folder,
+            "scores.json, scores.html, private.json, error.log",
+            "exact figures, also of those who have left; error.log may have values",
+            ended,
+        ),
+        (
+            folder,
+            "data_key, releases/",
+            "who has the key and all other training records can test a guess of one on ledger.jsonl; last replies",
+            ended,
+        ),
+        (
+            folder,
+            "plan.json, reserved.json, ledger.jsonl, ledger.head",
+            "one fingerprint of all training records, which tells nothing without data_key",
+            "keep while plans may be accepted on these records: it shows what was spent",
+        ),
+        (node, "node.json, node.key, site.json", "nothing", keep),
+        (node, "serving.lock, socket", "nothing", "delete while the node is not running"),
         (
             "the account of the user who runs the node",
             f"{account.path}, {account.state_file}",
-            f"{counted_there}. It has keyed digests of some records, by which it recognises them",
+            f"fingerprints (keyed digests) of up to 256 rows, whole and without each column{ids}, also of those who "
+            "have left. The key is beside them: who has the file can test guesses",
+            f"{keep}; no single line can be deleted",
         ),
     ]
 
 
 def _spent(state: StateFolder, plan: str) -> str:
-    schedule = state.terms(plan).plan.schedule.clients[state.plans()[plan].client]
+    folder, schedule = state.plan_folder(plan), state.terms(plan).plan.schedule.clients[state.plans()[plan].client]
     paid, planned = state.released(plan), sum(schedule.releases)
     words = f"{paid} of {counted(planned, 'planned release')} were made"
     if not paid:
         return f"{words}."
-    spent = max(read([state.plan_folder(plan) / "ledger.jsonl"]).paid, key=lambda total: total.epsilon)
-    return f"{words}, which cost {spent.beside(None).cost()}."
+    if files := kept_releases(folder):
+        words += f", the last on {date.fromtimestamp(files[-1].stat().st_mtime).isoformat()}"
+    spent = max(read([folder / "ledger.jsonl"]).paid, key=lambda total: total.epsilon)
+    sent = "; ".join(released_words([charge.event for charge in read_ledger(folder / "ledger.jsonl")]))
+    return f"{words}: {sent}. They cost {_in_words(spent.epsilon, spent.delta)}."
 
 
 def _changes(state: StateFolder, terms: Terms, client: int) -> tuple[str, list[tuple[str, str, str]]]:
     """Return in words with which plan this one is compared, and what differs: (what, in that plan, in this one)."""
-    this = digest(terms)
+    this = wire.digest(terms)
     files = [file for file in state.path.glob("plans/*/plan.json") if file.parent.name != this]
     accepted = [file for file in files if file.parent.name in state.plans()]
     own = state.plan_folder(this) / "plan.json"
@@ -266,28 +385,54 @@ def _changes(state: StateFolder, terms: Terms, client: int) -> tuple[str, list[t
     both = [*dict.fromkeys([*one, *other])]
     changes = [(what, one.get(what, "-"), other.get(what, "-")) for what in both if one.get(what) != other.get(what)]
     compared = f"Compared with the plan {last.parent.name[:12]}, which this node accepted last"
-    if digest(dataclasses.replace(terms, run=old.run)) == digest(old):
+    if wire.digest(dataclasses.replace(terms, run=old.run)) == wire.digest(old):
         return f"{compared}, only the name of the run differs.", []
-    more = f" {counted(len(changes) - _MOST_CHANGES, 'further option')} differ, too." * (len(changes) > _MOST_CHANGES)
-    differ = (
-        "these points differ:" if changes else "no option differs, but facts about sites or the code of a strategy do."
-    )
-    return f"{compared}, {differ}{more}", changes[:_MOST_CHANGES]
+    costs = [cost_of(plan, client_of(plan, state.settings().name)).guarantee.epsilon for plan in (old, terms)]
+    compared += f", this one costs {_times(*costs)}."
+    more = f" {counted(len(changes) - _MOST_CHANGES, 'further point')} differ, too." * (len(changes) > _MOST_CHANGES)
+    if not changes:
+        compared += " No option differs, but facts about sites or the code of a strategy do."
+    same = [what for what in both if one.get(what) == other.get(what) and not what.startswith("option ")]
+    return f"{compared}{more} The same are: {', '.join(same) or 'none of the other points'}.", changes[:_MOST_CHANGES]
+
+
+def _times(before: float, now: float) -> str:
+    """Return in words how a cost compares with one of before.
+
+    >>> _times(0.5, 1.0), _times(2.0, 2.0), _times(2.0, 1.0), _times(1.0, 1.5)
+    ('twice as much', 'as much', 'half as much', '1.5 times as much')
+    """
+    ratio = f"{now / before:.2g}" if before else "inf"
+    return {"1": "as much", "2": "twice as much", "0.5": "half as much"}.get(ratio, f"{ratio} times as much")
 
 
 def _compared(terms: Terms, client: int) -> dict[str, str]:
     """Return what of a plan is compared with another one, as texts; options, which the server wrote, as literals."""
-    plan, site, schedule = terms.plan, terms.sites[client], terms.plan.schedule.clients[client]
-    options = {f"option {name}": shortened(repr(value), _SHOWN) for name, value in flattened(plan.options).items()}
-    lines = [f"{line.count} {line.purpose} ({', '.join(map(str, line.event.cells()))})" for line in schedule.planned]
+    plan, schedule, unit = terms.plan, terms.plan.schedule.clients[client], privacy_of(terms)["unit"]
+    others = [_row(terms, other) for other in range(len(terms.sites)) if other != client]
+    options = {
+        f"option {name}": shortened(repr(value), _SHOWN)
+        for name, value in flattened(plan.options).items()
+        if not any(name == stated or name.startswith(f"{stated}.") for stated in _STATED)
+    }
     return {
         "budget": _row(terms, client)[2],
-        "records": _row(terms, client)[1],
+        "number of training": _row(terms, client)[1],
         "rounds": str(plan.rounds),
-        "releases (sample rate, noise multiplier, steps each)": "; ".join(lines),
-        "clipped to": f"{plan.settings[client].clip_norm:g}",
-        "code and layers of the model, by digest": terms.module[:12],
-        "strategies": shortened(repr([name.partition(" ")[2] for name in plan.strategies]), _SHOWN),
-        "other sites": ", ".join(one.name for one in terms.sites if one.name != site.name),
+        **{f"releases for {line.purpose}": _line_words(line, unit) for line in schedule.planned},
+        f"limit of the part of one {unit}": f"{plan.settings[client].clip_norm:g}",
+        "layers and code of the model (a fingerprint)": terms.module[:12],
+        "strategies of the server": shortened(repr([name.partition(" ")[2] for name in plan.strategies]), _SHOWN),
+        "other sites": "; ".join(f"{name}: {number}, {budget}" for name, number, budget in others),
         **options,
     }
+
+
+def _line_words(line: Planned, unit: str) -> str:
+    """Return releases of one kind in words."""
+    event, times = line.event, counted(line.count, "release")
+    if not isinstance(event, NoisedEvent):
+        return f"{times}: {', '.join(event.cells())}"
+    drawn = f"each with about {event.sample_rate:.3g} of the {unit}s" if event.is_sampled else f"each with all {unit}s"
+    noise = f"noise of {event.noise_multiplier:.3g} times the limit of one {unit}"
+    return f"{times} of {counted(event.steps, 'step')}, {drawn}, {noise}"

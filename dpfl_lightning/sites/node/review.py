@@ -8,12 +8,12 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.data.ids import ids_of
 from dpfl_lightning.data.persons import codes
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.reporting.site_page import SitePlan
+from dpfl_lightning.reporting.site_page import SitePlan, without_exponents
 from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Terms
 from dpfl_lightning.sites.node.accept import offer_of
-from dpfl_lightning.sites.node.consent import held_out_words, site_plan
+from dpfl_lightning.sites.node.consent import Counts, site_plan
 from dpfl_lightning.sites.node.state import StateFolder
 
 
@@ -22,10 +22,10 @@ def reviewed(state: StateFolder, terms: Terms, limits: tuple[float, float], cont
 
     Raises UserError as `site_plan`.
     """
-    held_out = outlook = ""
+    counts, outlook = None, ""
     try:
         offer = offer_of(terms, state)
-        held_out = held_out_words(offer.population, offer.client)
+        counts = Counts.of(offer.population, offer.client)
         if wire.digest(terms) in state.plans():
             verdict = "This site has accepted the plan, and it fits the records."
         else:
@@ -34,7 +34,8 @@ def reviewed(state: StateFolder, terms: Terms, limits: tuple[float, float], cont
             outlook = offer.outlook()
     except UserError as error:
         verdict = f"It does not fit: {error}"
-    return dataclasses.replace(site_plan(state, terms, limits, held_out, contact), verdict=verdict, account=outlook)
+    plan = site_plan(state, terms, limits, counts, contact)
+    return dataclasses.replace(plan, verdict=verdict, account=without_exponents(outlook))
 
 
 def place_of(population: Population, client: int, person: str) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -66,6 +67,7 @@ class Reservation:
     It counts towards the limit also after the site has `withdrawn`, unless nothing was released: when to stop may
     depend on releases, so what a part of the plan costs is not a bound that was fixed beforehand. `most_numbers` is
     how many bytes of tensors a request of the plan needs. Once the plan has `begun`, its ledger must be whole.
+    `accepted` and `ended` are the dates of acceptance and withdrawal; empty before.
     """
 
     epsilon: float
@@ -74,6 +76,8 @@ class Reservation:
     most_numbers: int
     withdrawn: bool = False
     begun: bool = False
+    accepted: str = ""
+    ended: str = ""
 
 
 class StateFolder:
@@ -110,6 +114,11 @@ class StateFolder:
     def site(self) -> Site:
         file = self.path / "site.json"
         return read_site(file, str(file))
+
+    def renew(self, site: Site) -> None:
+        """Let `site.json` have the facts about the records as they are now, which a new plan needs."""
+        if wire.digest(site) != wire.digest(self.site()):
+            write_text(self.path / "site.json", wire.to_text(site))
 
     def save(self, settings: Settings) -> None:
         _write(self.path / "node.json", settings)
@@ -216,7 +225,8 @@ class StateFolder:
         folder.mkdir(exist_ok=True)
         write_text(folder / "plan.json", wire.to_text(terms))
         self.save(dataclasses.replace(self.settings(), epsilon_limit=epsilon_limit, delta_limit=delta_limit))
-        self._write(plan, reservation)  # last: without it the plan is not accepted
+        accepted = dataclasses.replace(reservation, accepted=date.today().isoformat())
+        self._write(plan, accepted)  # last: without it the plan is not accepted
         return plan
 
     def check(self, terms: Terms, reservation: Reservation, epsilon_limit: float, delta_limit: float) -> None:
@@ -236,7 +246,8 @@ class StateFolder:
         except UserError:  # what was released is unknown
             unused = False
         kept = (0.0, 0.0) if unused else (before.epsilon, before.delta)
-        after = dataclasses.replace(before, epsilon=kept[0], delta=kept[1], withdrawn=True)
+        ended = date.today().isoformat()
+        after = dataclasses.replace(before, epsilon=kept[0], delta=kept[1], withdrawn=True, ended=ended)
         self._write(plan, after)
         return after
 
