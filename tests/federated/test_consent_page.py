@@ -114,9 +114,9 @@ QUESTIONS = {
     "what epsilon 3 means": "Experts write this promise as epsilon 3 and delta 0.001 : the factor is "
     "exp(epsilon), 20.1, and delta is the probability of the exception.",
     "deletion": "scores.json, scores.html, private.json, error.log exact figures, also of those who have left; "
-    "error.log may have values delete once the study has ended",
+    "error.log may have values of records delete once the study has ended",
     "guesses": "data_key, releases/ who has the key and all other training records can test a guess of one on "
-    "ledger.jsonl; last replies delete once the study has ended",
+    "ledger.jsonl; last replies, and of a personalised model parts without noise delete once the study has ended",
     "what to keep": "Keep the signed page: it shows what was decided.",
     "withdrawal of a person before acceptance": "before acceptance a plan with the new number is needed the plan stays "
     "as it is nothing accepted, nothing sent the node refuses the plan: the site withdraws from it, and needs a new "
@@ -250,10 +250,11 @@ def test_what_changed_since_the_last_plan_is_said(tmp_path):
     page = words_of(shown(state, third, tmp_path))
     for part in (
         "this one costs half as much.",
-        "The same are: number of training, limit of the part of one record, strategies of the server, other sites.",
+        "The same are: number of records in training, limit of the part of one record, strategies of the server, "
+        "other sites.",
         "budget epsilon 2, delta 0.001 epsilon 1, delta 0.001",
         "rounds 2 3",
-        "releases for train 2 releases of 2 steps, each with about 0.5 of the records, noise of 1.94 times the limit",
+        "releases 2 releases for 'train' of 2 steps, each with about 0.5 of the records, noise of 1.94 times the limit",
         "option model.name 'logistic' 'convnet'",
         "Before this plan (1 plan; this one not counted) 7.39 1 in 1,000 88.1 of 100 cases 2 0.001",
         "This plan alone 2.72 1 in 1,000",

@@ -330,13 +330,14 @@ def _files(of_persons: bool) -> list[tuple[str, str, str, str]]:
         (
             folder,
             "scores.json, scores.html, private.json, error.log",
-            "exact figures, also of those who have left; error.log may have values",
+            "exact figures, also of those who have left; error.log may have values of records",
             ended,
         ),
         (
             folder,
             "data_key, releases/",
-            "who has the key and all other training records can test a guess of one on ledger.jsonl; last replies",
+            "who has the key and all other training records can test a guess of one on ledger.jsonl; last replies, and "
+            "of a personalised model parts without noise",
             ended,
         ),
         (
@@ -417,9 +418,9 @@ def _compared(terms: Terms, client: int) -> dict[str, str]:
     }
     return {
         "budget": _row(terms, client)[2],
-        "number of training": _row(terms, client)[1],
+        f"number of {unit}s in training": _row(terms, client)[1],
         "rounds": str(plan.rounds),
-        **{f"releases for {line.purpose}": _line_words(line, unit) for line in schedule.planned},
+        "releases": "; ".join(_line_words(line, unit) for line in schedule.planned),
         f"limit of the part of one {unit}": f"{plan.settings[client].clip_norm:g}",
         "layers and code of the model (a fingerprint)": terms.module[:12],
         "strategies of the server": shortened(repr([name.partition(" ")[2] for name in plan.strategies]), _SHOWN),
@@ -430,7 +431,7 @@ def _compared(terms: Terms, client: int) -> dict[str, str]:
 
 def _line_words(line: Planned, unit: str) -> str:
     """Return releases of one kind in words."""
-    event, times = line.event, counted(line.count, "release")
+    event, times = line.event, f"{counted(line.count, 'release')} for {shortened(repr(line.purpose), _SHOWN)}"
     if not isinstance(event, NoisedEvent):
         return f"{times}: {', '.join(event.cells())}"
     drawn = f"each with about {event.sample_rate:.3g} of the {unit}s" if event.is_sampled else f"each with all {unit}s"
