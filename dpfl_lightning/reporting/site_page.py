@@ -264,11 +264,11 @@ def _verdict(scores: Mapping[str, float | None], baseline: Mapping[str, float | 
     known = {name: (one, baseline.get(name)) for name, one in scores.items()}
     named = [(name, one, other) for name, (one, other) in known.items() if one is not None and other is not None]
     if not named:
-        return "Nothing says whether the model is better than the same answer for all records."
+        return "Nothing says whether the model is better than giving all records one answer."
     name, model, constant = next((one for one in named if one[0] == "accuracy"), named[0])
     better = model < constant if name in SMALLER_IS_BETTER else model > constant
     figures = f"{name} {formatted(name, model)} against {formatted(name, constant)}"
-    return f"The model is {'better' if better else 'no better'} than the best same answer for all records: {figures}."
+    return f"The model is {'better' if better else 'no better'} than giving all records one answer: {figures}."
 
 
 def _constant(name: str, baseline: Mapping[str, float | None]) -> str:

@@ -534,7 +534,7 @@ def test_the_page_is_completed_after_the_run_and_what_may_be_deleted_may(tmp_pat
     scores = words_of((folder / "scores.html").read_text())
     kept = read_scores(folder)
     model, constant = (f"{one:.2%}" for one in (kept.score.accuracy, kept.baseline["accuracy"]))
-    assert f"better than the best same answer for all records: accuracy {model} against {constant}." in scores
+    assert f"better than giving all records one answer: accuracy {model} against {constant}." in scores
     assert scores.count("Private: ") == 3 and "Private: numbers of records by label and prediction" in scores
     assert (
         "All other plans (0 plans; this one not counted) 1 0" in completed
