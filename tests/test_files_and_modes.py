@@ -51,6 +51,7 @@ def test_every_file_has_the_mode_of_the_table_and_the_table_no_others(make_loop,
             broken.run()
         broken.clients.folder.keep_errors(2, {0: ValueError("record 17")})
         (node,), terms, options = federation(tmp_path, count=1)
+        node.state.keep_contact(digest(terms), "study office")
         loop = loop_over(options, Sites(terms, (node.handle,)))
         loop.run()
         node.close()

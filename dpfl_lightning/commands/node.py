@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING
 from dpfl_lightning.config.command_line import CommandParser
 from dpfl_lightning.errors import UserError, command, nearest, require
 from dpfl_lightning.runtime.files import write_text
-from dpfl_lightning.runtime.spoken import SHORTEST, WORDS, digits_of, in_both_forms
+from dpfl_lightning.runtime.spoken import SHORTEST, WORDS, digits_of
 from dpfl_lightning.runtime.text import at_least, at_most, counted, shown
 
 if TYPE_CHECKING:
-    from dpfl_lightning.sites.exchange import Terms
     from dpfl_lightning.sites.node.state import Reservation, StateFolder
 
 _ABOUT = (
@@ -42,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser("node", about, "VERB STATE_DIR [PLAN] [FLAGS]", examples)
     _flags(parser)
     flags = parser.parse_args(words)
+    require(not flags.person or flags.verb == "status", "--person", "be given with status", flags.verb)
     needs_plan = flags.verb in ("accept", "withdraw")
     what = "a file for accept, and the begin of a hash in `status` for withdraw"
     require(needs_plan == (flags.plan is not None), "PLAN", f"be {what}, and left out otherwise", flags.plan)
@@ -69,7 +69,10 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--show", action="store_true", help=text)
     text = "accept --show: write what the plan means to FILE, a page for the data protection officer"
     parser.add_argument("--page", metavar="FILE", help=text)
-    parser.add_argument("--contact", metavar="TEXT", default="", help="accept --page: whom to ask about the study")
+    text = "accept: whom to ask about the study; the node remembers it"
+    parser.add_argument("--contact", metavar="TEXT", default="", help=text)
+    text = "status: ask for the id of a person, and say whether their rows are held out or used for training"
+    parser.add_argument("--person", action="store_true", help=text)
     parser.add_argument("--socket", metavar="PATH", help="serve: Unix socket (default STATE_DIR/socket)")
     parser.add_argument("--score_every", metavar="ROUNDS", type=int, default=0, help=_SCORES)
     text = "serve: replies leave at multiples of this time after a request (default 1)"
@@ -109,8 +112,11 @@ def _init_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
-    from dpfl_lightning.sites.node.accept import accept, offer_of
-    from dpfl_lightning.sites.terms import read_terms
+    from dpfl_lightning.commands.plan import schedule_text
+    from dpfl_lightning.reporting.site_page import site_page, site_text
+    from dpfl_lightning.sites.node.accept import accept, limits_of
+    from dpfl_lightning.sites.node.review import reviewed
+    from dpfl_lightning.sites.terms import client_of, cost_of, read_terms
     from dpfl_lightning.sites.wire import digest
 
     require(flags.show or flags.page is None, "--page", "be given with --show", flags.page)
@@ -118,21 +124,20 @@ def _accept(state: StateFolder, flags: argparse.Namespace) -> None:
     if flags.hash is not None:
         same, advice = digest(terms).startswith(_digits(flags.hash)), "It is another plan: read it with --show."
         require(same, "--hash", f"be the hash of {flags.plan}", flags.hash, advice)
-    print(shown(_meaning(state, terms)))
     limits = flags.epsilon_limit, flags.delta_limit, flags.raise_limits
+    plan = reviewed(state, terms, limits_of(state.settings(), *limits), flags.contact)
+    if flags.contact:
+        state.keep_contact(plan.digest, flags.contact)
+    schedule = schedule_text(cost_of(terms, client_of(terms, plan.site)))
+    print(shown(f"{site_text(plan)}\nEach release, for the expert:\n{schedule}"))
     if flags.show:
-        print(verdict := _comparison(state, terms, *limits))
         if flags.page is not None:
-            from dpfl_lightning.sites.node.consent import consent_page
-
-            page = write_text(Path(flags.page), consent_page(state, terms, verdict, flags.contact), private=True)
+            page = write_text(Path(flags.page), site_page(plan), private=True)
             print(f"{page} says so to the data protection officer.")
         return
-    if outlook := offer_of(terms, state).outlook():
-        print(shown(outlook))
     before = state.settings()
-    plan, after = accept(state, terms, *limits), state.settings()
-    print(f"\nAccepted as {plan}. {_budget(state)}")
+    accepted, after = accept(state, terms, *limits), state.settings()
+    print(f"\nAccepted as {accepted}. {_budget(state)}")
     for name in ("epsilon", "delta"):
         one, other = (getattr(settings, f"{name}_limit") for settings in (before, after))
         if one != other:
@@ -149,67 +154,10 @@ def _digits(spoken: str) -> str:
     return digits
 
 
-def _comparison(
-    state: StateFolder, terms: Terms, epsilon_limit: float | None, delta_limit: float | None, may_rise: bool
-) -> str:
-    """Return in words what a plan would reserve, and whether `accept` takes it, or why not."""
-    from dpfl_lightning.sites.node.accept import limits_of, offer_of
-    from dpfl_lightning.sites.wire import digest
-
-    try:
-        offer = offer_of(terms, state)
-        reservation, outlook = offer.reserves, offer.outlook()
-    except UserError as error:
-        return f"It does not fit: {error}"
-    words = f"It would reserve epsilon {at_most(reservation.epsilon)} and delta {at_most(reservation.delta)}"
-    limits = limits_of(state.settings(), epsilon_limit, delta_limit, may_rise)
-    if digest(terms) in state.plans():
-        return f"It was accepted, and fits the records; {_left(state, limits)} is left."
-    words += f"; {_left(state, limits)} is left. It"
-    try:
-        state.check(terms, reservation, *limits)
-    except UserError as error:
-        return f"{words} does not fit: {error}"
-    return f"{words} fits. `accept` builds its model, and refuses another one than planned. {outlook}".rstrip()
-
-
 def _left(state: StateFolder, limits: tuple[float, float]) -> str:
-    from dpfl_lightning.privacy.accounting.accountant import exact_sum
-
-    left = [exact_sum([limit, -reserved]) for limit, reserved in zip(limits, state.reserved(), strict=True)]
-    parts = [f"{at_least(max(0.0, one))} of {at_most(limit)}" for one, limit in zip(left, limits, strict=True)]
-    return f"epsilon {parts[0]} and delta {parts[1]}"
-
-
-def _meaning(state: StateFolder, terms: Terms) -> str:
-    """Return in words what a plan means for this site. Texts of the server come last, each as a literal."""
-    from dpfl_lightning.commands.plan import schedule_text
-    from dpfl_lightning.sites.terms import client_of, cost_of, model_words, server_words
-    from dpfl_lightning.sites.wire import digest
-
-    client, test = client_of(terms, state.settings().name), state.settings().test_key is not None
-    planned, plan = cost_of(terms, client), terms.plan
-    strategies = ", ".join(name.partition(" ")[2] for name in plan.strategies)
-    unit, clipped = planned.guarantee.unit, "record's gradient"
-    if unit == "person":
-        clipped = f"person's gradient, the mean over at most {state.settings().rows_per_person} of the person's rows,"
-    who = f"one of {counted(len(plan.settings), 'client')}, with {counted(planned.num_records, unit)}"
-    lines = [
-        f"Plan {in_both_forms(digest(terms))}.",
-        f"It is for run {terms.run[:12]}, at most {counted(plan.rounds, 'round')}.",
-        f"This site is client {state.settings().name}, {who}.",
-        f"Each {clipped} is clipped to {plan.settings[client].clip_norm:g}. The server and everyone whom it "
-        f"tells get these releases, each with noise{'' if test else ' that no other party knows'}; the server chose "
-        "the names of their purposes:",
-        schedule_text(planned),
-        str(planned.guarantee),
-        *([f"Not for this node: it has a {_TEST}."] if test else []),
-        "The server learns, too: that this site takes part and when it answers, its number of "
-        f"{unit}s, and its budget.",
-        *model_words(plan),
-        *map(server_words, [f"This run uses {strategies}.", *plan.caveats]),
-    ]
-    return "\n".join(lines)
+    left = (at_least(max(0.0, one)) for one in state.left(limits))
+    epsilon, delta = (f"{one} of {at_most(limit)}" for one, limit in zip(left, limits, strict=True))
+    return f"epsilon {epsilon} and delta {delta}"
 
 
 def _budget(state: StateFolder) -> str:
@@ -251,6 +199,15 @@ def _status(state: StateFolder, flags: argparse.Namespace) -> None:
     from dpfl_lightning.sites.receipt import public_key
 
     settings = state.settings()
+    if flags.person:
+        from dpfl_lightning.sites.node.records import site_population
+        from dpfl_lightning.sites.node.review import place_of
+
+        print("Id of the person: ", end="", file=sys.stderr, flush=True)
+        person = sys.stdin.readline().strip()  # so that no history of commands keeps it
+        require(bool(person), "--person", "be followed by a line with an id", "none")
+        print(place_of(*site_population(settings), person))
+        return
     data, warning = settings.config["data"], f" {_TEST}." if settings.test_key else ""
     print(f"Site {settings.name}, records from {data['class_path'] or data['name']}.{warning}")
     print(f"Its public key is {public_key(state.key())}.")

@@ -1,6 +1,7 @@
 """What a guarantee means for someone who guesses whether a record took part."""
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
@@ -17,8 +18,8 @@ class Odds(NamedTuple):
     guesses: str
 
     @classmethod
-    def of(cls, epsilon: float, delta: float) -> "Odds":
-        """Translate a finite epsilon; no other epsilon has odds.
+    def of(cls, epsilon: float, delta: float, digits: int = 2) -> "Odds":
+        """Translate a finite epsilon, with so many digits of the factor; no other epsilon has odds.
 
         With all that a client sent, a guess between two equally likely data sets is right with probability at most
         (exp(epsilon) + delta) / (exp(epsilon) + 1).
@@ -28,35 +29,55 @@ class Odds(NamedTuple):
         """
         right = (1 + delta * math.exp(-epsilon)) / (1 + math.exp(-epsilon))
         of_cases = f"{at_least(math.ceil(min(right, 1) * 1000) / 10)} of 100 cases"
-        return cls(likelihood_ratio(epsilon), f"1 in {int(1 / delta + 1e-6):,}" if delta else "0", of_cases)
+        return cls(likelihood_ratio(epsilon, digits), one_in(delta), of_cases)
+
+    @classmethod
+    def left(cls, epsilon: float, delta: float, digits: int = 2) -> "Odds":
+        """Translate what is left of a budget: rounded down, and without guesses, of which there are none.
+
+        >>> Odds.left(0.5, 9e-5, digits=3)
+        Odds(factor='1.64', exception='1 in 11,112', guesses='')
+        """
+        exception = f"1 in {math.ceil(1 / delta - 1e-6):,}" if delta else "0"
+        return cls(likelihood_ratio(epsilon, digits, math.floor), exception, "")
 
 
-def likelihood_ratio(epsilon: float) -> str:
-    """Return exp(epsilon) with two digits, rounded up.
+def one_in(probability: float) -> str:
+    """Return a probability as 1 in a whole number, rounded up.
+
+    >>> one_in(1e-5), one_in(0.012), one_in(0.0), one_in(1.5)
+    ('1 in 100,000', '1 in 83', '0', '1 in 1')
+    """
+    return f"1 in {int(1 / min(probability, 1.0) + 1e-6):,}" if probability else "0"
+
+
+def likelihood_ratio(epsilon: float, digits: int = 2, to_whole: Callable[[float], int] = math.ceil) -> str:
+    """Return exp(epsilon) with so many digits, rounded up.
 
     >>> likelihood_ratio(0.0), likelihood_ratio(3.0), likelihood_ratio(8.0), likelihood_ratio(40.0)
     ('1', '21', '3,000', 'more than a million')
+    >>> likelihood_ratio(0.5, 3), likelihood_ratio(1.0, 3), likelihood_ratio(3.0, 3), likelihood_ratio(5.0, 3)
+    ('1.65', '2.72', '20.1', '149')
     """
     if epsilon > math.log(1e6):
         return "more than a million"
-    value = math.exp(epsilon) * (1 - 1e-9)
-    step = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return (
-        f"{round(math.ceil(value / step) * step, 1):,g}" if value < 1000 else f"{math.ceil(value / step) * step:,.0f}"
-    )
+    value = math.exp(epsilon) * (1 - 1e-9 if to_whole is math.ceil else 1 + 1e-9)
+    step = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
+    rounded = to_whole(value / step) * step
+    return f"{round(rounded, digits - 1):,g}" if value < 1000 else f"{rounded:,.0f}"
 
 
-def of_several(one: Guarantee) -> list[dict[str, str]]:
+def of_several(one: Guarantee, digits: int = 2, client: str = "client") -> list[dict[str, str]]:
     """Return what holds for k records of a person: k epsilon, and delta (e^(k epsilon) - 1) / (e^epsilon - 1)."""
     rows = []
     for count in (2, 4):
         epsilon, useful = count * one.epsilon, count * one.epsilon < _USELESS
         delta = one.delta * (math.expm1(epsilon) / math.expm1(one.epsilon) if one.epsilon else count) if useful else 1.0
         useful = useful and delta < 0.5
-        odds = Odds.of(epsilon, delta) if useful else Odds("no useful bound", "", "")
+        odds = Odds.of(epsilon, delta, digits) if useful else Odds("no useful bound", "", "")
         rows.append(
             {
-                "a person with": f"{count} records of one client",
+                "a person with": f"{count} records of one {client}",
                 "times as likely, at most": odds.factor,
                 "exception": odds.exception,
                 "right guesses, at most": odds.guesses,

@@ -1,16 +1,29 @@
-"""The page of a plan at a site: what it means, before it is accepted; afterwards also what was released, and scores."""
+"""What a plan means for a site: the page before it is accepted and after the run, the same words on a terminal."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from dpfl_lightning.federated.messages.evaluation import Score
+from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER, Score
 from dpfl_lightning.federated.server.scores import formatted, scores_of
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
-from dpfl_lightning.reporting.odds import Odds, of_several
+from dpfl_lightning.reporting.odds import Odds, of_several, one_in
 from dpfl_lightning.runtime.text import at_most
+
+#: columns of `SitePlan.totals`, and what a limit is
+TOTALS = ("plans", "times as likely, at most", "except with probability", "right guesses, at most", "epsilon", "delta")
+LIMIT = (
+    "Your limit is the most that all plans of this node may ever cost together: the node refuses a plan above it. The "
+    "operator has set it and can lower it, or raise it by --raise_limits."
+)
+#: columns of `SitePlan.uncovered` and of `SitePlan.withdrawal`
+UNCOVERED = ("what", "does it leave this site, and what protects")
+WITHDRAWAL = ("when", "of a {} in training", "of a held-out {}", "what stays counted in section 5")
+DIGITS = 3  # of factors, so that their products can be checked
 
 
 @dataclass(frozen=True)
@@ -20,29 +33,32 @@ class SitePlan:
     site: str
     node: str
     folder: str
+    name: str
     digest: str
-    spoken: str
     date: str
     stage: str
     warning: str
+    contact: str
+    no_contact: str
     guarantee: Guarantee
-    records: str
-    columns: str
-    label: str
-    model: str
+    data: Sequence[tuple[str, str]]
     options: Sequence[str]
     server_words: Sequence[str]
-    releases: Sequence[str]
     others: Sequence[Sequence[str]]
     more_others: str
-    together: str
-    verdict: str
+    everywhere: str
+    uncovered: Sequence[tuple[str, str]]
+    totals: Sequence[Sequence[str]]
     since: str
     changes: Sequence[Sequence[str]]
-    contact: str
+    files: Sequence[Sequence[str]]
+    num_records: int
     run: str
     version: str
+    accepted: str = ""
     spent: str = ""
+    verdict: str = ""
+    account: str = ""
 
     @property
     def unit(self) -> str:
@@ -54,15 +70,90 @@ class SitePlan:
 
     @property
     def delta(self) -> str:
-        return at_most(self.guarantee.delta)
+        return without_exponents(at_most(self.guarantee.delta))
+
+    @property
+    def odds(self) -> Odds:
+        return Odds.of(self.guarantee.epsilon, self.guarantee.delta, DIGITS)
+
+    @property
+    def group(self) -> str:
+        """Return how likely the exception hits anybody."""
+        anybody = one_in(self.num_records * self.guarantee.delta)
+        return f" It hits anybody of all {self.num_records:,} {self.unit}s with probability {anybody} at most."
 
     @property
     def statement(self) -> str:
-        return self.guarantee.words()
+        return without_exponents(self.guarantee.words())
 
     @property
-    def not_covered(self) -> Sequence[str]:
-        return self.guarantee.not_covered
+    def sent(self) -> str:
+        """Return what the promise is about."""
+        return "this site sends in this run" if self.spent else "this site would send in this run"
+
+    @property
+    def receivers(self) -> Sequence[tuple[str, str, str]]:
+        """Return who receives what, and what they do not receive."""
+        return (
+            (
+                "the operator of this site",
+                "its records, exact scores, and the list of what was sent",
+                "records and updates of other sites, noise",
+            ),
+            ("the data protection officer", "this page", "records, exact scores"),
+            (
+                "the server, which is not trusted",
+                f"every noisy update of this site, its name, its number of {self.unit}s for training, names, scales "
+                "and classes of columns as the study states them, its budget, that it takes part, and when it answers",
+                "records, noise, exact scores, anything before noise was added",
+            ),
+            (
+                "the other sites",
+                "models, and with the plan the same facts about this site as the server",
+                "records, and, unless the server passes it on or there are two sites only, what this site alone sent",
+            ),
+            (
+                "everybody who gets the results",
+                f"names, numbers of {self.unit}s, budgets, epsilons, the trained model, and its scores on records of "
+                f"the server{' and noisy counts of held-out records' * self.guarantee.counts_held_out}",
+                "records, noise, and, unless the server passes them on, single updates",
+            ),
+        )
+
+    @property
+    def withdrawal(self) -> Sequence[tuple[str, str, str, str]]:
+        """Return what the withdrawal of one person means before, during and after a run."""
+        return (
+            ("before acceptance", "a plan with the new number is needed", "the plan stays as it is", "nothing"),
+            (
+                "accepted, nothing sent",
+                "the node refuses the plan: the site withdraws from it, and needs a new plan",
+                "the study goes on without them",
+                "nothing, once the site has withdrawn",
+            ),
+            (
+                "during the run",
+                "the same; what was sent shows no more of them than section 1 allows",
+                "the study goes on without them",
+                "the whole budget of the plan",
+            ),
+            (
+                "after the run",
+                "models that exist keep what they learnt, within the promise; nothing else is to be done",
+                "delete the exact scores, which still have them",
+                "the whole budget of the plan",
+            ),
+        )
+
+    @property
+    def renewal(self) -> str:
+        """Return how a new plan comes about, and what it shows."""
+        one, fewer = (f"{self.num_records - less:,}" for less in (0, 1))
+        return (
+            "For a new plan the node writes the new number into site.json; its limit and all that is counted stay. The "
+            f"number is exact and public: {fewer} {self.unit}s after {one} tell that one has left. With corrected "
+            "training rows the node refuses a plan that it has started."
+        )
 
 
 @dataclass(frozen=True)
@@ -76,22 +167,72 @@ class SiteScores:
     released: Guarantee
 
 
-def site_page(plan: SitePlan, scores: SiteScores | None = None) -> str:
-    """Return the page as HTML text. It loads nothing, runs no scripts, and escapes every value.
-
-    **Privacy** With `scores` it shows exact scores on held-out records, which are private.
-    """
-    one, accepted = plan.guarantee, bool(plan.spent)
-    several = of_several(one) if one.unit == "record" else []
+def site_page(plan: SitePlan) -> str:
+    """Return the page as HTML text. It loads nothing, runs no scripts, and escapes every value."""
+    several = of_several(plan.guarantee, DIGITS, "site") if plan.unit == "record" else []
     return _TEMPLATES.get_template("site_page.html").render(
         plan=plan,
-        odds=Odds.of(one.epsilon, one.delta),
-        sent="this site sends in this run" if accepted else "this site would send in this run",
+        totals=TOTALS,
+        limit=LIMIT,
+        uncovered=UNCOVERED,
+        withdrawal=[title.format(plan.unit) for title in WITHDRAWAL],
+        statement=plan.statement,
         several=several,
         several_rows=[[*row.values()] for row in several],
-        released=None if scores is None else scores.released,
-        scores=None if scores is None else _of_scores(scores),
     )
+
+
+def scores_page(site: str, plan: str, scores: SiteScores) -> str:
+    """Return the page of a site's scores in the plan with this hash, as `site_page` does.
+
+    **Privacy** It shows exact scores on held-out records, which are private.
+    """
+    return _TEMPLATES.get_template("scores_page.html").render(site=site, digest=plan, scores=_of_scores(scores))
+
+
+def site_text(plan: SitePlan) -> str:
+    """Return what a terminal shows of the page, in its words. Texts of the server come last, each as a literal."""
+    promise: Any = _TEMPLATES.get_template("promise.html").module
+    lines = [
+        plan.name,
+        plan.stage,
+        plan.warning,
+        plan.contact,
+        plan.no_contact,
+        promise.big(plan.odds, plan.unit, f"{plan.sent}, except what section 3 lists,", plan.group).striptags(),
+        plan.statement,
+        *(f"{title}: {words}" for title, words in plan.data),
+        f"What leaves this site: {'; '.join(plan.guarantee.covers)}.",
+        *(f"Received by {who}: {some}. Not received: {others}." for who, some, others in plan.receivers),
+        *(f"Not covered: {what}: {words}" for what, words in plan.uncovered),
+        plan.everywhere,
+        *map(_line, plan.totals),
+        LIMIT,
+        plan.verdict,
+        plan.account,
+        plan.since,
+        *(f"  {what}: {before} -> {now}" for what, before, now in plan.changes),
+        f"Run: {plan.run}.",
+        "Once the plan is accepted, and not before, the node builds a model with these options:",
+        *(f"  {option}" for option in plan.options),
+        *plan.server_words,
+    ]
+    return "\n".join(filter(None, lines))
+
+
+def without_exponents(text: str) -> str:
+    """Return a text with small numbers written out.
+
+    >>> without_exponents("(0.5, 1e-05) and 2.5e-07")
+    '(0.5, 0.00001) and 0.00000025'
+    """
+    return re.sub(r"\b\d+(?:\.\d+)?e-\d+\b", lambda found: f"{Decimal(found[0]):f}", text)
+
+
+def _line(row: Sequence[str]) -> str:
+    """Return a row of `SitePlan.totals` as a line."""
+    cells = (f"{title} {cell}" for title, cell in zip(TOTALS[1:], row[1:], strict=True) if cell)
+    return f"{row[0]}: {'; '.join(cells)}."
 
 
 def _of_scores(kept: SiteScores) -> dict[str, Any]:
@@ -101,6 +242,7 @@ def _of_scores(kept: SiteScores) -> dict[str, Any]:
         "round": kept.round,
         "records": f"{kept.records:,}",
         "counts_held_out": kept.released.counts_held_out,
+        "verdict": _verdict(scores_of(vars(kept.score)), kept.baseline),
         "rows": [
             {"score": name, "model": formatted(name, value), "best constant": _constant(name, kept.baseline)}
             for name, value in scores_of(vars(kept.score)).items()
@@ -115,6 +257,18 @@ def _of_scores(kept: SiteScores) -> dict[str, Any]:
             for count, stated, observed in tables.get("calibration", ())
         ],
     }
+
+
+def _verdict(scores: Mapping[str, float | None], baseline: Mapping[str, float | None]) -> str:
+    """Return in words whether the model is better than the best constant prediction; by the accuracy if it has one."""
+    known = {name: (one, baseline.get(name)) for name, one in scores.items()}
+    named = [(name, one, other) for name, (one, other) in known.items() if one is not None and other is not None]
+    if not named:
+        return "Nothing says whether the model is better than giving all records one answer."
+    name, model, constant = next((one for one in named if one[0] == "accuracy"), named[0])
+    better = model < constant if name in SMALLER_IS_BETTER else model > constant
+    figures = f"{name} {formatted(name, model)} against {formatted(name, constant)}"
+    return f"The model is {'better' if better else 'no better'} than giving all records one answer: {figures}."
 
 
 def _constant(name: str, baseline: Mapping[str, float | None]) -> str:

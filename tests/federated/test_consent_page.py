@@ -1,13 +1,20 @@
 """`dpfl node accept --show --page`: what an officer is told before signing, and that a plan does nothing before it."""
 
 import dataclasses
+import hashlib
+import io
+import json
+import math
 import os
+import re
 import shutil
 import stat
 import sys
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 
+import numpy as np
 import pandas
 import pytest
 import sites
@@ -18,10 +25,19 @@ from sites import federation, planned, state_of
 from dpfl_lightning.commands.ledger import main as ledger_command
 from dpfl_lightning.commands.node import main
 from dpfl_lightning.config.mapping import from_mapping
+from dpfl_lightning.data.persons import codes
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.identity import data_digests
+from dpfl_lightning.privacy.ledger.evidence import Evidence
+from dpfl_lightning.privacy.ledger.file import read_header
+from dpfl_lightning.reporting.odds import Odds
+from dpfl_lightning.reporting.site_page import TOTALS
 from dpfl_lightning.runtime.spoken import words_of as spoken
 from dpfl_lightning.sites import wire
-from dpfl_lightning.sites.node.accept import accept, open_study, site_of
+from dpfl_lightning.sites.exchange import Hello, Released
+from dpfl_lightning.sites.node.accept import accept, offer_of, open_study, site_of
 from dpfl_lightning.sites.node.records import settings_of, site_population
+from dpfl_lightning.sites.node.scores import read_scores
 from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.node.state import StateFolder
 from dpfl_lightning.sites.server.clients import Sites
@@ -39,24 +55,33 @@ TABLE = pandas.DataFrame(
 )
 
 
-def of_tables(folder: Path, **more):
+def of_tables(folder: Path, held_out: float = 0, **more):
     """The nodes of three sites with tables, in this folder, and a plan for them."""
-    states, facts = [], []
+    states = []
     for number, name in enumerate(("cork", "dijon", "essen")):
         file = folder / f"{name}.csv"
         table = TABLE.assign(Fallnummer=[f"{name}{row}" for row in range(ROWS)], age=TABLE.age + number)
         table.to_csv(file, index=False)
-        arguments = {"df": str(file), "label": "died", "classes": ["no", "yes"], "scale": {"age": [60, 20]}}
-        arguments |= {"categories": {"sex": ["f", "m"]}, "person": "Fallnummer", "held_out": 0}
-        data = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": arguments}
         privacy = {"epsilon": 5, "delta": 0.01}
-        settings = settings_of(from_mapping({"data": data, "privacy": privacy}), name)
-        facts.append(site_of(settings, *site_population(settings), sites.key_of(number)))
-        states.append(StateFolder.create(folder / name, settings, facts[-1], sites.key_of(number)))
-    options = {"data": {"class_path": data["class_path"], "init_args": {**arguments, "df": None}}}
+        settings = settings_of(from_mapping({"data": data_of(file, held_out), "privacy": privacy}), name)
+        facts = site_of(settings, *site_population(settings), sites.key_of(number))
+        states.append(StateFolder.create(folder / name, settings, facts, sites.key_of(number)))
+    return states, of_sites(states, folder, held_out, **more)
+
+
+def data_of(file: Path | None, held_out: float) -> dict:
+    """The data of a configuration, with this table."""
+    arguments = {"df": file and str(file), "label": "died", "classes": ["no", "yes"], "scale": {"age": [60, 20]}}
+    arguments |= {"categories": {"sex": ["f", "m"]}, "person": "Fallnummer", "held_out": held_out}
+    return {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": arguments}
+
+
+def of_sites(states, folder: Path, held_out: float = 0, **more):
+    """A plan for these nodes, as their site.json are now."""
+    facts = [state.site() for state in states]
     clients = {"count": 3, "learning_rate": 0.5, "batch_size": 20}
-    asked = sites.configured(folder / "planned", clients=clients, **options, **more)
-    return states, terms_of(planning_loop(asked, facts), facts)
+    asked = sites.configured(folder / "planned", clients=clients, data=data_of(None, held_out), **more)
+    return terms_of(planning_loop(asked, facts), facts)
 
 
 def shown(state: StateFolder, terms, folder: Path, *flags: str, code: int = 0) -> str:
@@ -77,34 +102,58 @@ def hospitals(tmp_path_factory):
 
 #: what a data protection officer asks, and the sentence of the page that answers it
 QUESTIONS = {
-    "who sees what": "the operator of the server, who is not trusted every single noisy release, and of this site: its "
-    "name, number of records for training, names and scales of columns, classes, budget, that it takes part, and when "
-    "it answers records, noise, exact scores, anything before noise was added",
-    "worst case": "somebody who knows all other records, and tosses a coin on whether this one was in the data, is "
-    "right in 50 of 100 cases. With all that this site would send in this run they are right in at most 95.3 of 100",
-    "what epsilon 3 means": "Experts write this promise as epsilon 3 and delta 0.001 : the factor is exp(epsilon), 21, "
-    "and delta is the probability of the exception.",
-    "deletion": "data_key, releases/, scores.json, report.html, private.json, error.log once the study has ended, and "
-    "at the latest then: with data_key, guesses of records could be tried",
-    "withdrawal of a person": "it no longer fits and is refused: what it reserved stays reserved, the site sets up a "
-    "new node whose limits are smaller by all that this node has reserved for its plans (section 5), and all sites "
-    "need a new plan. If they are held out, the node goes on without them.",
+    "who sees what": "the server, which is not trusted every noisy update of this site, its name, its number of "
+    "records for training, names, scales and classes of columns as the study states them, its budget, that it takes "
+    "part, and when it answers records, noise, exact scores, anything before noise was added",
+    "what leaves without the promise": "the number of records in training, and all options yes: 480 records, exactly; "
+    "nothing protects but that it is one number of all; options hold no data",
+    "worst case": "somebody who knows all other records, and tosses a coin on whether this one was in the data, "
+    "is right in 50 of 100 cases. With all that this site would send in this run they are right in at most 95.3 of "
+    "100",
+    "the whole group": "It hits anybody of all 480 records with probability 1 in 2 at most.",
+    "what epsilon 3 means": "Experts write this promise as epsilon 3 and delta 0.001 : the factor is "
+    "exp(epsilon), 20.1, and delta is the probability of the exception.",
+    "deletion": "scores.json, scores.html, private.json, error.log exact figures, also of those who have left; "
+    "error.log may have values of records delete once the study has ended",
+    "guesses": "data_key, releases/ who has the key and all other training records can test a guess of one on "
+    "ledger.jsonl; last replies, and of a personalised model parts without noise delete once the study has ended",
+    "what to keep": "Keep the signed page: it shows what was decided.",
+    "withdrawal of a person before acceptance": "before acceptance a plan with the new number is needed the plan stays "
+    "as it is nothing accepted, nothing sent the node refuses the plan: the site withdraws from it, and needs a new "
+    "plan the study goes on without them nothing, once the site has withdrawn",
+    "withdrawal of a person later": "during the run the same; what was sent shows no more of them than section 1 "
+    "allows the study goes on without them the whole budget of the plan after the run models that exist keep what they "
+    "learnt, within the promise; nothing else is to be done delete the exact scores, which still have them the whole "
+    "budget of the plan",
+    "what a new plan shows": "For a new plan the node writes the new number into site.json; its limit and all that is "
+    "counted stay. The number is exact and public: 479 records after 480 tell that one has left.",
     "withdrawal": "from then on the node refuses the server. What was sent cannot be called back",
-    "audit": "the operator of this site dpfl node verify NODE; dpfl node status NODE compares the ledger with the "
-    "accepted plan; shows all plans and the limit",
+    "audit": "compares the ledger, the list of what was sent, with the accepted plan; shows all plans and the limit",
+    "who gets the check": "nothing is transferred to anybody",
     "contact": "Contact for questions about this study: Dr. A. Muster, +49 30 123.",
-    "other studies": "With 0 other plans that this node has accepted, all plans together cost epsilon 3 and delta "
-    "0.001: at most 21 times as likely, except with probability 1 in 1,000, and right in at most 95.3 of 100 cases.",
-    "collusion": "If all of these sites and the server put together what they know (collusion), the promise of "
-    "section 1 is the same",
+    "other studies": "plans times as likely, at most except with probability right guesses, at most epsilon "
+    "delta Before this plan (0 plans; this one not counted) 1 0 50 of 100 cases 0 0 This plan alone 20.1 1 in 1,000 "
+    "95.3 of 100 cases 3 0.001 Together, if you sign (this plan counted) 20.1 1 in 1,000 95.3 of 100 cases 3 0.001 "
+    "Your limit 149 1 in 100 99.4 of 100 cases 5 0.01 Left afterwards 7.38 1 in 112 2 0.009 Your limit is the most "
+    "that all plans of this node may ever cost together: the node refuses a plan above it. The operator has set it and "
+    "can lower it, or raise it by --raise_limits. It fits.",
+    "held-out records": "120 rows. No training uses them. They score models that the server sends, in general "
+    "the final one. The exact scores stay here. In this plan nothing of them leaves this site: no score, no count, not "
+    "even their number.",
+    "what is private": "Private: this page is for the operator and the data protection officer of this site, and for "
+    "authorities that audit them.",
+    "collusion": "If all sites and the server put together what they know (collusion), the promise of section 1 "
+    "is the same",
     "what changed since the last plan": "This is the first plan at this node.",
+    "code": "A plan brings no program code, and nothing that it names was started for this page.",
 }
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
-def test_ten_questions_are_answered_by_a_sentence(question, tmp_path):
+def test_questions_are_answered_by_a_sentence(question, tmp_path):
     terms = planned(tmp_path, privacy={"epsilon": [3, 4, 8]})
-    page = shown(state_of(tmp_path, 0, key=None), terms, tmp_path, "--contact", "Dr. A. Muster, +49 30 123")
+    words = ["--epsilon_limit", "5", "--contact", "Dr. A. Muster, +49 30 123"]
+    page = shown(state_of(tmp_path, 0, key=None), terms, tmp_path, *words)
     assert QUESTIONS[question] in words_of(page)
 
 
@@ -116,24 +165,26 @@ def test_the_page_says_what_is_signed(hospitals, capsys):
         "has not accepted this plan",
         spoken(digest(terms)[:32]),
         digest(terms),
-        "at most 7.4 times as likely",
+        "at most 7.39 times as likely",
         "with probability 1 in 1,000",
         "88.1 of 100 cases",
         "epsilon 2 and delta 0.001",
-        "60 records of this site",
-        "age, sex; beside them only the label and, if there is one, the column that names persons",
+        "Training 60 rows of 60 persons",
+        "Held out no row",
+        "age, sex; beside them only the label and Fallnummer, which names persons",
         "died (no, yes)",
         "'logistic', a model of dpfl_lightning, which the server chose",
         "dijon 60 records epsilon 4, delta 0.001",
         "essen 60 records epsilon 8, delta 0.001",
         "The server writes: 'This run uses SizeWeighted.'",
         "noised gradient steps in 2 releases",
+        "No contact for questions about this study was named",
         "Contact for questions about this study: ____",
         "It fits.",
         "A person with several rows is protected less.",
     ):
         assert part in page, part
-    assert "Fallnummer" not in page and "cork7" not in page and ".csv" not in page
+    assert "cork7" not in page and ".csv" not in page
     file = folder / "page.html"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600 and f"{file} says so" in capsys.readouterr().out
     assert not cork.plans()
@@ -198,27 +249,269 @@ def test_what_changed_since_the_last_plan_is_said(tmp_path):
     third = planned(tmp_path, rounds=3, privacy={"epsilon": [1, 4, 8]}, model={"name": "convnet"})
     page = words_of(shown(state, third, tmp_path))
     for part in (
+        "this one costs half as much.",
+        "The same are: number of records in training, limit of the part of one record, strategies of the server, "
+        "other sites.",
         "budget epsilon 2, delta 0.001 epsilon 1, delta 0.001",
         "rounds 2 3",
+        "releases 2 releases for 'train' of 2 steps, each with about 0.5 of the records, noise of 1.94 times the limit",
         "option model.name 'logistic' 'convnet'",
-        "With 1 other plan that this node has accepted, all plans together cost epsilon 3 and delta 0.002: at most 21",
+        "Before this plan (1 plan; this one not counted) 7.39 1 in 1,000 88.1 of 100 cases 2 0.001",
+        "This plan alone 2.72 1 in 1,000",
+        "Together, if you sign (this plan counted) 20.1 1 in 500 95.3 of 100 cases 3 0.002",
     ):
         assert part in page, part
-    assert "columns none" not in page and "label what" not in page
+    assert "option rounds" not in page and "option privacy.epsilon" not in page, "other rows state them"
 
 
-def test_without_the_rows_of_one_person_the_plan_is_refused(tmp_path):
-    """As the page says about the withdrawal of one person."""
-    (cork, *_), terms = of_tables(tmp_path)
+def without(folder: Path, person: str) -> None:
+    """Delete the rows of one person at Cork."""
+    file = folder / "cork.csv"
+    lines = file.read_text().splitlines(True)
+    file.write_text("".join(line for line in lines if f",{person}," not in line))
+    assert len(file.read_text().splitlines()) == len(lines) - 1
+
+
+def started(state: StateFolder, plan: str) -> str | None:
+    """Start a node once; why it refuses the plan, or None."""
+    node = Node(state, open_study)
+    try:
+        return node.problem(plan)
+    finally:
+        node.close()
+
+
+def one_of(state: StateFolder, held_out: bool) -> str:
+    """The id of a person of Cork who is held out, or trains."""
+    population, client = site_population(state.settings())
+    rows = (population.held_out_of if held_out else population.train_of)[client]
+    return pandas.read_csv(state.path.parent / "cork.csv").Fallnummer[int(rows[0])]
+
+
+def sends_one(state: StateFolder, terms) -> None:
+    """Cork's node makes its first release, and stops."""
+    node = Node(state, open_study)
+    reply = sites.asked(node, sites.a_request(terms, torch.zeros(2 * (terms.sites[0].inputs.shape[1] + 1))))
+    node.close()
+    assert isinstance(reply, Released)
+
+
+def test_a_training_person_withdraws_before_anything_is_sent(tmp_path):
+    """The first two cases of the table: the plan is refused, nothing stays counted, the same node takes a new plan."""
+    states, terms = of_tables(tmp_path, held_out=0.3)
+    cork, size = states[0], terms.sites[0].num_records
     accept(cork, terms, 2.5)
-    assert Node(cork, open_study).problem(digest(terms)) is None
+    assert started(cork, digest(terms)) is None
+    without(tmp_path, one_of(cork, held_out=False))
+    assert "must have the public facts of this site" in started(cork, digest(terms))
+    page = words_of(shown(cork, terms, tmp_path))
+    assert "Held out not counted, because the plan does not fit" in page
+    assert f"{size - 1} records after {size} tell that one has left" in page
+    assert cork.withdraw(digest(terms)).epsilon == 0 and cork.reserved() == (0, 0)
+    assert f"and withdrew from it on {date.today().isoformat()}." in words_of(shown(cork, terms, tmp_path))
+    assert cork.site().num_records == size - 1, "what a new plan is made from"
+    accept(cork, of_sites(states, tmp_path, held_out=0.3))
+    assert cork.reserved()[0] == pytest.approx(2, abs=1e-5)
+
+
+def test_a_training_person_withdraws_during_the_run(tmp_path):
+    """The third case: the whole budget stays counted at the same node, whose limit holds for the new plan."""
+    states, terms = of_tables(tmp_path, held_out=0.3)
+    cork = states[0]
+    accept(cork, terms, 2.5)
+    sends_one(cork, terms)
+    without(tmp_path, one_of(cork, held_out=False))
+    assert "must have the public facts of this site" in started(cork, digest(terms))
+    assert cork.withdraw(digest(terms)).epsilon == cork.reserved()[0] > 1.9
+    new = of_sites(states, tmp_path, held_out=0.3)
+    with pytest.raises(UserError, match="`--epsilon_limit` must be at least 4"):
+        accept(cork, new)
+    accept(cork, new, 5, may_rise=True)
+    assert started(cork, digest(new)) is None and cork.reserved()[0] == pytest.approx(4, abs=1e-5)
+
+
+def test_the_study_goes_on_without_a_held_out_person(tmp_path):
+    (cork, *_), terms = of_tables(tmp_path, held_out=0.3)
+    accept(cork, terms)
+    for sent in (False, True):
+        without(tmp_path, one_of(cork, held_out=True))
+        assert started(cork, digest(terms)) is None, "before it has sent anything, and later"
+        if not sent:
+            sends_one(cork, terms)
+
+
+def test_corrected_training_rows_are_refused_once_the_node_has_started_the_plan(tmp_path):
+    (cork, *_), terms = of_tables(tmp_path)
+    accept(cork, terms)
     file = tmp_path / "cork.csv"
-    file.write_text("".join(line for line in file.read_text().splitlines(True) if ",cork7," not in line))
-    assert "must have the public facts of this site" in Node(cork, open_study).problem(digest(terms))
+    for age, refusal in (("31.5", None), ("32.5", "records")):
+        file.write_text(re.sub(r"[\d.]+,f,cork0,", f"{age},f,cork0,", file.read_text()))
+        problem = started(cork, digest(terms))
+        assert problem is None if refusal is None else refusal in problem
+
+
+def test_who_has_the_files_can_test_guesses_as_the_page_says(tmp_path, the_state_of_the_tests, monkeypatch):
+    account = tmp_path / "data" / "account.jsonl"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("DPFL_ACCOUNT", str(account))
+    (cork, *_), terms = of_tables(tmp_path)
+    accept(cork, terms)
+    assert started(cork, digest(terms)) is None
+    folder, guess = cork.plan_folder(digest(terms)), offer_of(terms, cork).population
+    key, other = bytes.fromhex((folder / "data_key").read_text()), b"another key"
+    by_key, without_key = ([one.hex() for one in data_digests(guess, secret)] for secret in (key, other))
+    kept = read_header(folder / "ledger.jsonl").identity["records"]
+    assert by_key == kept and without_key[0] != kept[0], "nothing without data_key"
+
+    lines = [json.loads(line) for line in account.read_text().splitlines()]
+    key = hashlib.blake2b(b"person", key=bytes.fromhex(lines[0]["key"]), digest_size=32).digest()
+    of_rows = [line["evidence"] for line in lines if "evidence" in line and "run" not in line]
+    (evidence,) = [Evidence.of_json(one) for given in of_rows for one in given.values()]
+    digests = [{view.packed[at : at + 8] for at in range(0, len(view.packed), 8)} for view in evidence.views]
+    ids = {
+        name: hashlib.blake2b(int(codes([name])).to_bytes(8, "big"), key=key, digest_size=8).digest()
+        for name in ("cork7", "cork700")
+    }
+    assert ids["cork7"] in digests[-1] and ids["cork700"] not in digests[-1]
+    without(tmp_path, "cork7")
+    started(cork, digest(terms))
+    assert lines == [json.loads(line) for line in account.read_text().splitlines()][: len(lines)], "it stays"
+
+
+def test_the_account_keeps_so_many_fingerprints_as_the_page_says(hospitals):
+    folder, (_, dijon, _), terms = hospitals
+    page = words_of(shown(dijon, terms, folder))
+    assert "of up to 256 rows, whole and without each column and of up to 256 ids, also of those who have left" in page
+    cells = np.arange(4000, dtype=np.uint64).reshape(1000, 4)
+    views = Evidence.of(cells, np.arange(1000, dtype=np.uint64), 0.5, b"key").views
+    assert [len(view.packed) // 8 for view in views] == [256] * 6, "whole, without each of four columns, and ids"
+
+
+def test_the_numbers_of_a_person_at_all_sites_are_sums(tmp_path):
+    (cork, *_), terms = of_tables(tmp_path, privacy={"epsilon": [0.5, 1, 1]})
+    factor = math.ceil(math.exp(2.5) * 10) / 10
+    cases = math.ceil(1000 * (1 + 0.003 * math.exp(-2.5)) / (1 + math.exp(-2.5))) / 10
     assert (
-        "starts the node again. If they are among the records for training, whose number the plan states"
-        in words_of(shown(cork, terms, tmp_path))
+        "For a person with one record at each of the 3 sites the budgets add up to epsilon 2.5, delta 0.003: at most "
+        f"{factor} times as likely, except with probability 1 in 333, and right guesses in at most {cases} of 100"
+    ) in words_of(shown(cork, terms, tmp_path))
+
+
+def test_a_remainder_is_rounded_down_and_factors_can_be_checked():
+    for epsilon, delta in ((0.5, 9e-5), (1.5, 2e-5), (3.0, 0.009)):
+        left, most = Odds.left(epsilon, delta, 3), Odds.of(epsilon, delta, 3)
+        assert float(left.factor) <= math.exp(epsilon) <= float(most.factor) <= 1.01 * float(left.factor)
+        assert 1 / int(left.exception[5:].replace(",", "")) <= delta and not left.guesses
+    one, other, both = (float(Odds.of(epsilon, 0, 3).factor) for epsilon in (0.5, 1.0, 1.5))
+    assert one * other == pytest.approx(both, abs=0.01)
+
+
+def test_the_page_stays_short(hospitals):
+    folder, (cork, *_), terms = hospitals
+    assert len(words_of(shown(cork, terms, folder)).split()) < 2100
+
+
+def test_the_terminal_says_what_the_page_says(hospitals, capsys):
+    folder, (_, dijon, _), terms = hospitals
+    page = words_of(shown(dijon, terms, folder, "--contact", "study office")).replace(" .", ".")
+    printed = capsys.readouterr().out.partition("\nEach release, for the expert:")[0].splitlines()
+    titles = ("What leaves this site", "Received by ", "Not received", "Not covered", *TOTALS)
+    assert len(printed) > 20
+    for line in printed:
+        for part in re.split("[:;.]+ ", line.strip(" .")):
+            title = next((one for one in titles if part.startswith(one)), "")
+            assert part.removeprefix(title).strip() in page, line
+
+
+CONTACT = "Contact for questions about this study: study office, +49 30 123."
+
+
+def test_the_contact_is_kept_with_the_consent(tmp_path, capsys):
+    terms, state = planned(tmp_path), state_of(tmp_path, 0, key=None)
+    page = words_of(shown(state, terms, tmp_path))
+    assert page.count("No contact for questions about this study was named") == 1
+    shown(state, terms, tmp_path, "--contact", "study office, +49 30 123")
+    capsys.readouterr()
+    assert main(["accept", str(state.path), str(tmp_path / "plan.json")]) == 0
+    assert CONTACT in capsys.readouterr().out
+    page = words_of(shown(state, terms, tmp_path))
+    assert CONTACT in page and "No contact" not in page and CONTACT in capsys.readouterr().out
+    shown(state, terms, tmp_path, "--contact", "another office")
+    assert state.contact(digest(terms)) == "another office"
+    for wrong in ("two\nlines", " ", "x" * 301):
+        shown(state, terms, tmp_path, "--contact", wrong, code=2)
+    assert state.contact(digest(terms)) == "another office"
+
+
+def test_the_operator_is_told_whether_one_person_is_held_out(tmp_path, capsys, monkeypatch):
+    (cork, *_), terms = of_tables(tmp_path, held_out=0.3)
+    page = words_of(shown(cork, terms, tmp_path))
+    population, client = site_population(cork.settings())
+    held_out = population.held_out_of[client]
+    assert f"Held out {len(held_out)} rows of {len(held_out)} persons. No training uses them." in page
+    assert (
+        f"dpfl node status {cork.path} --person tells it to the operator" in page
+        and "who knows both can compute it" in page
     )
+    assert f"Together {ROWS} rows of {ROWS} persons" in page and "no: in this plan nothing of them is sent" in page
+
+    page = words_of(shown(cork, terms, tmp_path, "--epsilon_limit", "1"))
+    assert f"Held out {len(held_out)} rows" in page and "Left afterwards none: above your limit Your limit" in page
+    assert "It does not fit: `--epsilon_limit` must be at least 2" in page
+
+    def said(person: str) -> str:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(f"{person}\n"))
+        assert main(["status", str(cork.path), "--person"]) == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    capsys.readouterr()
+    for row in (int(held_out[0]), int(population.train_of[client][0])):
+        use = "held out, 1 row. No training uses them." if row in held_out else "used for training, 1 row."
+        assert said(f"cork{row}") == f"Person cork{row}: {use}"
+    assert said("nobody7") == "Person nobody7: no row at this site."
+    assert main(["verify", str(cork.path), "--person"]) == 2
+    for given, must in ("cork1\n", "be given for data that name persons"), ("\n", "be followed by a line with an id"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(given))
+        assert main(["status", str(state_of(tmp_path / must, 0).path), "--person"]) == 2
+        assert f"`--person` must {must}" in capsys.readouterr().err
+
+
+@pytest.mark.e2e
+def test_the_page_says_of_each_file_when_it_may_be_deleted(tmp_path, the_state_of_the_tests, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("DPFL_ACCOUNT", str(tmp_path / "data" / "account.jsonl"))
+    states, terms = of_tables(tmp_path, held_out=0.3)
+    for state in states:
+        state.keep_contact(digest(terms), "study office, +49 30 123")
+        accept(state, terms, 9, may_rise=True)
+    nodes = [Node(state, open_study) for state in states]
+    options = sites.configured(
+        tmp_path / "run",
+        clients={"count": 3, "learning_rate": 0.5, "batch_size": 20},
+        data={
+            "class_path": "dpfl_lightning.Population.from_dataframe",
+            "init_args": {**states[0].settings().config["data"]["init_args"], "df": None},
+        },
+    )
+    loop_over(options, Sites(terms, tuple(node.handle for node in nodes))).run()
+    for node in nodes:
+        node.close()
+    state = states[0]
+    folder = state.plan_folder(digest(terms))
+    assert CONTACT in words_of((folder / "report.html").read_text())
+    Node(state, None).handle(wire.encode(Hello(digest(terms), "")))  # leaves error.log
+    with state.serving(), sites.listening(nodes[0], state.path / "socket"):
+        found = {file for file in state.path.rglob("*") if not file.is_dir()}
+    found |= {file for name in ("state", "data") for file in (tmp_path / name).rglob("*") if file.is_file()}
+    rows = re.findall(
+        '<td data-title="where">(.*?)</td><td data-title="files">(.*?)</td>', (folder / "report.html").read_text()
+    )
+    places = {"folder of the plan": folder, "folder of the node": state.path}
+    named = {places.get(where, Path(where)) / name for where, names in rows for name in names.split(", ")}
+    folders = {one for one in named if one.is_dir()}
+    assert {file for file in found if not {file, *file.parents} & named} == set(), "the table lacks it"
+    in_places = {one for one in named if one.is_absolute()} - folders
+    assert in_places <= found and {one.name for one in folders} == {"releases"}
 
 
 @pytest.mark.e2e
@@ -226,21 +519,33 @@ def test_the_page_is_completed_after_the_run_and_what_may_be_deleted_may(tmp_pat
     nodes, terms, options = federation(tmp_path)
     state = nodes[0].state
     before = words_of(shown(state, terms, tmp_path))
-    assert "This site has accepted this plan." in before and "0 of 2 planned releases were made." in before
+    today = date.today().isoformat()
+    assert f"This site accepted this plan on {today}." in before and "0 of 2 planned releases were made." in before
     loop_over(options, Sites(terms, tuple(node.handle for node in nodes))).run()
     folder = state.plan_folder(digest(terms))
     completed, after = words_of((folder / "report.html").read_text()), words_of(shown(state, terms, tmp_path))
     for page in (completed, after):
         assert (
-            "2 of 2 planned releases were made, which cost epsilon 4" in page and "this site sends in this run" in page
+            f"2 of 2 planned releases were made, the last on {today}: 6 noised gradient steps in 2 releases. They cost "
+            "epsilon 4, delta 0.001." in page
         )
-    assert "Scores that stay here" in completed and "Scores that stay here" not in after
-    for question in ("collusion", "deletion", "withdrawal", "audit"):
+        assert "this site sends in this run" in page and "a later edition of the one before acceptance" in page
+    assert completed == after, "no exact score is in it"
+    scores = words_of((folder / "scores.html").read_text())
+    kept = read_scores(folder)
+    model, constant = (f"{one:.2%}" for one in (kept.score.accuracy, kept.baseline["accuracy"]))
+    assert f"better than giving all records one answer: accuracy {model} against {constant}." in scores
+    assert scores.count("Private: ") == 3 and "Private: numbers of records by label and prediction" in scores
+    assert (
+        "All other plans (0 plans; this one not counted) 1 0" in completed
+        and "Together (this plan counted) 54.6" in completed
+    )
+    for question in ("collusion", "deletion", "guesses", "withdrawal", "withdrawal of a person later", "audit"):
         assert QUESTIONS[question] in completed
     for node in nodes:
         node.close()
     shutil.rmtree(folder / "releases")
-    for name in ("scores.json", "report.html", "private.json", "error.log"):
+    for name in ("scores.json", "scores.html", "private.json", "error.log", "data_key"):
         (folder / name).unlink(missing_ok=True)
     capsys.readouterr()
     assert main(["verify", str(state.path)]) == 0 and main(["status", str(state.path)]) == 0

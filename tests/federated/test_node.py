@@ -333,7 +333,7 @@ def test_the_command_from_init_to_withdraw(place, terms, tmp_path, capsys, monke
     assert (
         "uses SizeWeighted, Ifca." in words
         and "(2, 0.001)-differential privacy per record" in words
-        and "3 clients" in words
+        and "3 sites" in words
     )
     assert "epsilon 5 of 5" in said("status", state)
     assert main(["accept", str(state), str(plan), "--hash", "f" * 32]) == 2

@@ -72,13 +72,18 @@ def test_a_crash_after_the_reservation_does_not_hide_the_limit(state, terms, sai
 
 
 def test_shown_plans_are_compared_with_the_limit(said):
-    assert "would reserve epsilon 2 and delta 0.001" in said("accept", "--show")
+    assert "This plan alone: times as likely, at most 7.39; " in said("accept", "--show")
     assert "does not fit" in said("accept", "--show", "--epsilon_limit", 1.5)
     shown = said("accept", "--show", "--epsilon_limit", 3)
-    assert "epsilon 3 of 3" in shown and "It fits." in shown
+    assert "epsilon 3; delta 0.01.\nLeft" in shown and "epsilon 1; delta 0.009." in shown
+    assert "It fits." in shown
     assert "0 accepted plans" in said("status")
     said("accept", "--epsilon_limit", 3)
-    assert "It was accepted, and fits the records; epsilon 1 of 3" in said("accept", "--show")
+    shown = said("accept", "--show")
+    assert (
+        "has accepted the plan, and it fits the records" in shown
+        and "Left now: times as likely, at most 2.71; " in shown
+    )
 
 
 def test_a_plan_of_another_key_is_shown_as_one_that_does_not_fit(terms, said, tmp_path):
@@ -124,11 +129,11 @@ def test_limits_of_persons_are_said_and_plans_of_another_unit_refused(tmp_path, 
     shown = capsys.readouterr().out
     count = site(0, persons=True).num_records
     for words in (
-        f"with {count} persons",
-        "Each person's gradient, the mean over at most 3 of the person's rows, is clipped",
+        f"rows of {count} persons",
+        "each person's gradient, the mean over at most 3 of the person's rows, is clipped",
         "privacy per person (add or remove one person of one client), Poisson sampling of persons, at most 3 rows of",
-        "a person at two clients is two persons",
-        "its number of persons",
+        "what other sites send of the same person",
+        "its number of persons for training",
         "is left per person",
     ):
         assert words in shown, words
@@ -246,13 +251,20 @@ def test_a_plan_is_accepted_by_at_least_128_bits_of_its_hash_as_digits_or_words(
     forged = found[:12] + other[12:]  # another plan with the same 12 digits is found in a minute
     for short in (found[:12], found[:31], " ".join(words.split()[:15]), "", forged[:12]):
         assert "`--hash` must be at least 32 hexadecimal digits or 16 words" in said("accept", "--hash", short, code=2)
-    for wrong in (other, forged, forged[:32], words_of(other), words_of(found[:30] + other[30:32]), found + "00"):
+    for wrong in (
+        other,
+        forged,
+        forged[:32],
+        words_of(other),
+        words_of(f"{found[:30]}{int(found[30:32], 16) ^ 1:02x}"),
+        found + "00",
+    ):
         assert "`--hash` must be the hash of" in said("accept", "--hash", wrong, "--epsilon_limit", 5, code=2)
     misheard = words.replace(words.split()[3], "xylophone")
     assert "16 words" in said("accept", "--hash", misheard, code=2)
     assert not state.plans()
     for given in (found, found[:32], found[:40].upper(), words, words.title().replace(" ", "-"), words_of(found)):
-        assert "It would reserve" in said("accept", "--show", "--hash", given)
+        assert "This plan alone: " in said("accept", "--show", "--hash", given)
     assert f"Accepted as {found}." in said("accept", "--hash", words, "--epsilon_limit", 5)
 
 
@@ -433,7 +445,7 @@ def test_nothing_of_a_plan_is_imported_or_built_before_it_is_accepted(tmp_path, 
         return main([words[0], str(state.path), *map(str, words[1:])]), "".join(capsys.readouterr())
 
     code, shown = run("accept", file, "--show", "--epsilon_limit", 3)
-    assert code == 0 and "It would reserve epsilon 2" in shown and "fits." in shown
+    assert code == 0 and "epsilon 2; delta 0.001." in shown and "It fits." in shown
     for words in ("{'class_path': 'telling.Net'}", "{'init_args': {'weights': 'start.pt'}}", "{'optimizer': SGD("):
         assert words in shown
     for words in (("status",), ("verify",), ("serve",), ("accept", file, "--hash", "f" * 32)):

@@ -60,17 +60,19 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
         assert stat.S_IMODE((folder / "scores.json").stat().st_mode) == 0o600
         assert (kept.round, kept.score.accuracy) == (2, expected["accuracy"]) and kept.score.loss > 0
         assert sum(map(sum, kept.score.tables["confusion"])) == kept.records
-        page = words_of(folder / "report.html")
-        assert stat.S_IMODE((folder / "report.html").stat().st_mode) == 0o600
+        for name in ("scores.html", "report.html"):
+            assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
+        page, report = words_of(folder / "scores.html"), words_of(folder / "report.html")
+        assert f"{expected['accuracy']:.2%}" not in report and "predicted 9" not in report
         for part in (
             f"accuracy {expected['accuracy']:.2%} ",
-            f"exact, without noise, and sent to nobody.{' Noisy counts of the same' if strategies else ' No guar'}",
-            "model that the server sent as that of round 2",
+            f"of round 2, on {kept.records} held-out records.{' Noisy counts of the same' if strategies else ''}",
             "predicted 9",
-            "Calibration",
-            "2 releases",
+            "Private: calibration.",
         ):
             assert part in page, part
+        assert ("nothing of them leaves this site" if strategies is None else "The promise covers it.") in report
+        assert "2 releases" in report
         capsys.readouterr()
         assert main(["status", str(node.state.path)]) == 0
         shown = capsys.readouterr().out
@@ -118,7 +120,7 @@ def test_an_operator_reads_that_held_out_records_are_counted_and_sent(tmp_path, 
     main(["accept", str(nodes[0].state.path), str(tmp_path / "plan.json"), "--show"])
     shown = " ".join(capsys.readouterr().out.split())
     assert re.search(r"held-out records are counted [^.]* sent, which costs (1|0\.99\d*) alone\. Accuracy", shown)
-    assert "Not covered: test records, and exact scores on held-out records;" in shown
+    assert "Not covered: exact scores on held-out records: no: only noisy counts, which the promise covers" in shown
 
 
 def test_what_a_server_may_ask_of_held_out_records(tmp_path):

@@ -788,7 +788,7 @@ def test_what_the_state_folder_or_a_typo_spoils_is_said(account, monkeypatch, tm
     account.path.chmod(0o644)
     account.holders()
     assert stat.S_IMODE(account.path.stat().st_mode) == 0o600
-    account._seen.write_text("{")
+    account.state_file.write_text("{")
     with pytest.raises(UserError, match="account accept"):
         OperatedAccount(account.path).holders()
     assert account.accept() == 3 and OperatedAccount(account.path).holders()

@@ -86,10 +86,10 @@ class AccountFile:
     def _locked(self, accept: bool = False) -> Iterator[FileIO]:
         """Hold the lock of the file, and know all of its lines; `accept` an older file than was seen last."""
         try:
-            self._seen.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.state_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             must, advice = "be a folder that can be written", "Set XDG_STATE_HOME, or privacy.account to null."
-            raise UserError(f"`{self._seen.parent}` must {must}, got {error.strerror}. {advice}") from None
+            raise UserError(f"`{self.state_file.parent}` must {must}, got {error.strerror}. {advice}") from None
         regular = self.path.is_file() or not self.path.exists()
         require(regular, str(self.path), "be a regular file", "another kind", f"Set {PLACE} to the path of a file.")
         try:
@@ -137,11 +137,11 @@ class AccountFile:
                 advice = f"Restore a copy, or move it away and begin a new account with {begin}."
                 raise UserError(f"`{self.path}` must be unchanged, got {got}. {advice}")
             self._take(line)
-        if accept or not self._seen.is_file():
+        if accept or not self.state_file.is_file():
             return
         advice = f"Accept the account as it is: `dpfl account accept{self._in_commands()}`."
-        with expecting(self._seen, "hold the last line of the account", advice):
-            seen = json.loads(self._seen.read_bytes())
+        with expecting(self.state_file, "hold the last line of the account", advice):
+            seen = json.loads(self.state_file.read_bytes())
             lines, chain = int(seen["lines"]), str(seen["chain"])
         if lines and self._chains[lines - 1 : lines] != [chain]:
             must, got = f"hold the {lines} lines that were written to it", "an older copy, or another file"
@@ -149,7 +149,7 @@ class AccountFile:
 
     def _remember(self) -> None:
         last = {"lines": len(self._chains), "chain": self._chains[-1] if self._chains else ""}
-        write_text(self._seen, json.dumps(last), private=True)
+        write_text(self.state_file, json.dumps(last), private=True)
 
     def _take(self, line: bytes) -> None:
         """Remember a line of the file."""
@@ -247,11 +247,11 @@ class AccountFile:
 
     def is_missed(self) -> bool:
         """Return whether an account was at this path before."""
-        return self._seen.is_file()
+        return self.state_file.is_file()
 
     @property
-    def _seen(self) -> Path:
-        """The file that remembers the last line."""
+    def state_file(self) -> Path:
+        """The file in the user's state folder that remembers the last line of the account."""
         import platformdirs
 
         digest = hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=8).hexdigest()

@@ -87,12 +87,14 @@ class Offer(NamedTuple):
 def offer_of(terms: Terms, state: StateFolder) -> Offer:
     """Return a plan as one that this site can accept.
 
-    Raises UserError if it does not fit the records, the key, the model that the site has fixed, or this installation.
+    `site.json` is brought up to date with the records. Raises UserError if the plan does not fit the records, the key,
+    the model that the site has fixed, or this installation.
     """
     check_version(terms)
     settings = state.settings()
     population, own = site_population(settings)
     site = site_of(settings, population, own, state.key())
+    state.renew(site)
     client = client_of(terms, settings.name)
     fields, advice = wire.different_fields(site, terms.sites[client]), "Give its author the site.json of this node."
     other = fields and (difference(terms.sites[client], site) or f"other {fields}")

@@ -1,4 +1,4 @@
-"""The page on which the operator of a site sees what a plan means, before it is accepted and after the run.
+"""What a plan means for a site, in words: for the operator's terminal, and for the page before and after the run.
 
 It is made from the plan as data and from the site's own facts: nothing that a plan names is built, imported or opened.
 """
@@ -11,97 +11,163 @@ import shlex
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 import dpfl_lightning
+from dpfl_lightning.data import Population
 from dpfl_lightning.errors import shortened
+from dpfl_lightning.privacy.accounting.accountant import exact_sum
+from dpfl_lightning.privacy.accounting.client_plan import ClientPlan
+from dpfl_lightning.privacy.accounting.events import NoisedEvent
+from dpfl_lightning.privacy.accounting.guarantee import (
+    EXACT_SCORES,
+    NOT_COVERED,
+    OTHER_CLIENTS,
+    OTHER_RUNS,
+    SCORED_RECORDS,
+    Guarantee,
+    released_words,
+)
+from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.clipping.inputs import record_shape
+from dpfl_lightning.privacy.ledger.account_file import AccountFile, users_file
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.ledger.verify import read
 from dpfl_lightning.reporting.odds import Odds
-from dpfl_lightning.reporting.site_page import SitePlan, SiteScores, site_page
-from dpfl_lightning.runtime.spoken import SHORTEST, words_of
-from dpfl_lightning.runtime.text import at_most, counted, flattened
+from dpfl_lightning.reporting.site_page import DIGITS, SitePlan, SiteScores, scores_page, site_page, without_exponents
+from dpfl_lightning.runtime.files import write_text
+from dpfl_lightning.runtime.spoken import in_both_forms
+from dpfl_lightning.runtime.text import at_least, at_most, counted, flattened
+from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Site, Terms
-from dpfl_lightning.sites.node.state import Reservation, Settings, StateFolder
+from dpfl_lightning.sites.node.scores import FILE, PAGE, REPORT, KeptScores
+from dpfl_lightning.sites.node.state import Reservation, Settings, StateFolder, kept_releases
 from dpfl_lightning.sites.terms import client_of, cost_of, model_words, privacy_of, read_terms, server_words
-from dpfl_lightning.sites.wire import digest
 
 _MOST_SITES = 50  # in the table
 _MOST_CHANGES = 30  # in the table
 _SHOWN = 200  # characters of a text of the server in a table
-_NO_CONTACT = "Contact for questions about this study: ____________________________________________"
+_TEST_KEY = "Not for this node: its noise follows from a test key, so that nobody is protected."
+_NO_CONTACT = (
+    "No contact for questions about this study was named. Before you sign, ask the operator for one, or write it into "
+    "section 8."
+)
+#: options of a plan that other rows of the comparison state
+_STATED = "rounds", "privacy.epsilon", "privacy.delta"
 
 
-def consent_page(state: StateFolder, terms: Terms, verdict: str, contact: str = "") -> str:
-    """Return the page of a plan as HTML text, before and after it is accepted.
+class Counts(NamedTuple):
+    """How many rows of a site train, are held out, and are there, and of how many persons if ids are known."""
 
-    `verdict` says whether the plan fits the site and its limits. Raises UserError if the plan does not have this site,
-    or plans anything without noise.
-    """
-    return site_page(_plan(state, terms, verdict, contact))
+    training: str
+    held_out: str
+    together: str
+
+    @classmethod
+    def of(cls, population: Population, client: int) -> Counts:
+        train, held_out = population.train_of[client], population.held_out_of[client]
+
+        def words(*parts: Tensor) -> str:
+            rows = counted(sum(map(len, parts)), "row")
+            if population.persons is None:
+                return rows
+            persons = {code for part in parts for code in population.persons[part].tolist()}
+            return f"{rows} of {counted(len(persons), 'person')}"
+
+        return cls(words(train), words(held_out) if len(held_out) else "", words(train, held_out))
 
 
-def completed_page(folder: Path, scores: SiteScores) -> str:
-    """Return the page of the accepted plan in `folder`, with what was released and the scores that stay here."""
+def write_report(folder: Path, population: Population) -> None:
+    """Write the page of the accepted plan in `folder`, with what was sent; `population` has the site's records only."""
     state, terms = StateFolder(folder.parents[1]), read_terms(folder / "plan.json")
-    return site_page(_plan(state, terms), scores)
+    settings = state.settings()
+    counts = Counts.of(population, client_of(terms, settings.name))
+    page = site_page(site_plan(state, terms, (settings.epsilon_limit, settings.delta_limit), counts))
+    write_text(folder / REPORT, page, private=True)
 
 
-def _plan(state: StateFolder, terms: Terms, verdict: str = "", contact: str = "") -> SitePlan:
-    settings, plans, hashed = state.settings(), state.plans(), digest(terms)
+def write_scores(folder: Path, scores: KeptScores, promise: Guarantee) -> None:
+    """Write scores and a page of them into the folder of a plan, for the operator of the site alone."""
+    write_text(folder / FILE, wire.to_text(scores), private=True)
+    name, shown = StateFolder(folder.parents[1]).settings().name, SiteScores(**vars(scores), released=promise)
+    write_text(folder / PAGE, scores_page(name, folder.name, shown), private=True)
+
+
+def site_plan(
+    state: StateFolder, terms: Terms, limits: tuple[float, float], counts: Counts | None, contact: str = ""
+) -> SitePlan:
+    """Return what a plan means for a site, but not whether it fits.
+
+    `counts` are None if the rows do not fit the plan. `contact` is whom to ask; if it is empty, the one that was named
+    before. Raises UserError if the plan does not have this site, or plans anything without noise.
+    """
+    settings, plans, hashed = state.settings(), state.plans(), wire.digest(terms)
     client = client_of(terms, settings.name)
     planned, plan = cost_of(terms, client), terms.plan
     cost = planned.guarantee
-    is_accepted = hashed in plans
+    reserved = plans.get(hashed)
     since, changes = _changes(state, terms, client)
     strategies = ", ".join(name.partition(" ")[2] for name in plan.strategies)
     others = [_row(terms, other) for other in range(len(terms.sites)) if other != client]
     stated = len(others) > _MOST_SITES
-    key = "Not for this node: its noise follows from a test key, so that nobody is protected."
+    asked = contact or state.contact(hashed)
+    clipped = f"each {cost.unit}'s gradient"
+    if cost.unit == "person":
+        clipped += f", the mean over at most {settings.rows_per_person} of the person's rows,"
     return SitePlan(
         site=settings.name,
         node=shlex.quote(str(state.path)),
         folder=shlex.quote(str(state.plan_folder(hashed))),
+        name=f"Plan {in_both_forms(hashed)}.",
         digest=hashed,
-        spoken=words_of(hashed[:SHORTEST]),
         date=date.today().isoformat(),
-        stage=_stage(is_accepted and plans[hashed]),
-        warning=key if settings.test_key is not None else "",
+        stage=_stage(reserved),
+        warning=_TEST_KEY if settings.test_key is not None else "",
+        contact=f"Contact for questions about this study: {asked}." if asked else "",
+        no_contact="" if asked else _NO_CONTACT,
         guarantee=cost,
-        records=f"{planned.num_records:,} {cost.unit}s of this site, for training",
-        columns=_columns(state.site()),
-        label=_label(state.site()),
-        model=_model(plan.options.get("model"), settings),
+        data=(
+            ("Training", counts.training if counts else counted(planned.num_records, cost.unit)),
+            *_held_out(state, planned, counts),
+            ("Columns", _columns(state.site())),
+            ("Label", _label(state.site())),
+            ("Model", _model(plan.options.get("model"), settings)),
+        ),
         options=[line.strip() for line in model_words(plan)[1:]],
         server_words=[*map(server_words, [f"This run uses {strategies}.", *plan.caveats])],
-        releases=cost.covers,
         others=others[:_MOST_SITES],
         more_others=f"{len(others) - _MOST_SITES:,} more are in the plan. " if stated else "",
-        together=_together(state, Reservation(cost.epsilon, cost.delta, client, 0), is_accepted),
-        verdict=verdict,
+        everywhere=_everywhere(terms) if others else "",
+        uncovered=_uncovered(planned, counts, tables=bool(state.site().schema.get("columns"))),
+        totals=_totals(state, hashed, Reservation(cost.epsilon, cost.delta, client, 0), limits),
         since=since,
         changes=changes,
-        contact=f"Contact for questions about this study: {contact}." if contact else _NO_CONTACT,
-        run=f"{terms.run}, at most {counted(plan.rounds, 'round')}; each {cost.unit}'s part is clipped to "
-        f"{plan.settings[client].clip_norm:g}",
+        files=_files(bool(state.site().schema.get("person"))),
+        num_records=planned.num_records,
+        run=f"{terms.run}, of {counted(len(terms.sites), 'site')}, at most {counted(plan.rounds, 'round')}; "
+        f"{clipped} is clipped to {plan.settings[client].clip_norm:g}",
         version=dpfl_lightning.__version__,
-        spent=_spent(state, hashed) if is_accepted else "",
+        accepted="" if reserved is None else reserved.accepted,
+        spent="" if reserved is None else _spent(state, hashed),
     )
 
 
-def _stage(reserved: Reservation | bool) -> str:
+def _stage(reserved: Reservation | None) -> str:
     """Return in words how far the consent of the site has come."""
-    if not isinstance(reserved, Reservation):
+    if reserved is None:
         return "This site has not accepted this plan: nothing of it happens before it does."
-    return "This site has withdrawn from this plan." if reserved.withdrawn else "This site has accepted this plan."
+    ended = f" and withdrew from it on {reserved.ended}" * reserved.withdrawn
+    return f"This site accepted this plan on {reserved.accepted}{ended}."
 
 
 def _columns(site: Site) -> str:
-    columns = site.schema.get("columns")
-    if columns:
-        besides = "beside them only the label and, if there is one, the column that names persons"
-        return f"{', '.join(map(str, columns))}; {besides}"
-    return f"none by name: records are numbers of shape {record_shape(site.inputs)}"
+    columns, person = (site.schema.get(name) for name in ("columns", "person"))
+    if not columns:
+        return f"none by name: records are numbers of shape {record_shape(site.inputs)}"
+    named = f" and {person}, which names persons" if isinstance(person, str) else ""
+    return f"{', '.join(map(str, columns))}; beside them only the label{named}"
 
 
 def _label(site: Site) -> str:
@@ -123,41 +189,191 @@ def _model(model: Any, settings: Settings) -> str:
 
 
 def _row(terms: Terms, client: int) -> tuple[str, str, str]:
-    site, settings, schedule = terms.sites[client], terms.plan.settings[client], terms.plan.schedule.clients[client]
-    budget = min(schedule.target_epsilon, settings.epsilon)
-    epsilon = at_most(budget) if math.isfinite(budget) else "without a bound"
-    return (
-        site.name,
-        f"{site.num_records:,} {privacy_of(terms)['unit']}s",
-        f"epsilon {epsilon}, delta {at_most(settings.delta)}",
-    )
+    site, settings = terms.sites[client], terms.plan.settings[client]
+    return site.name, f"{settings.num_records:,} {privacy_of(terms)['unit']}s", _in_words(*_budget(terms, client))
 
 
-def _together(state: StateFolder, reservation: Reservation, is_accepted: bool) -> str:
-    """Return what all plans of the node cost together with this one."""
-    others = len(state.plans()) - is_accepted
-    epsilon, delta = state.reserved(*([] if is_accepted else [reservation]))
-    odds = Odds.of(epsilon, delta)
-    return (
-        f"With {counted(others, 'other plan')} that this node has accepted, all plans together cost epsilon "
-        f"{at_most(epsilon)} and delta {at_most(delta)}: at most {odds.factor} times as likely, "
-        f"except with probability {odds.exception}, and right in at most {odds.guesses}."
+def _in_words(epsilon: float, delta: float) -> str:
+    bound = at_most(epsilon) if math.isfinite(epsilon) else "without a bound"
+    return without_exponents(f"epsilon {bound}, delta {at_most(delta)}")
+
+
+def _budget(terms: Terms, client: int) -> tuple[float, float]:
+    settings = terms.plan.settings[client]
+    return min(terms.plan.schedule.clients[client].target_epsilon, settings.epsilon), settings.delta
+
+
+def _everywhere(terms: Terms) -> str:
+    """Return in words what is promised to a person who is at all sites of a plan."""
+    budgets = [_budget(terms, client) for client in range(len(terms.sites))]
+    epsilon, delta = (exact_sum([budget[place] for budget in budgets]) for place in (0, 1))
+    rows = "one record" if privacy_of(terms)["unit"] == "record" else "rows"
+    who = f"For a person with {rows} at each of the {len(budgets)} sites"
+    if not math.isfinite(epsilon):
+        return f"{who} there is no bound."
+    odds, cost = Odds.of(epsilon, delta, DIGITS), _in_words(epsilon, delta)
+    chance = f"at most {odds.factor} times as likely, except with probability {odds.exception}"
+    return f"{who} the budgets add up to {cost}: {chance}, and right guesses in at most {odds.guesses}."
+
+
+def _held_out(state: StateFolder, planned: ClientPlan, number: Counts | None) -> list[tuple[str, str]]:
+    """Return what held-out records are used for, what of them leaves, and how to ask about one person."""
+    title = "Held out"
+    if number is None:
+        return [(title, "not counted, because the plan does not fit")]
+    if not number.held_out:
+        return [(title, "no row")]
+    lines = [line for line in planned.schedule.planned if line.event.counts_held_out]
+    counts = released_words([line.event for line in lines], [line.count for line in lines])
+    leaves = (
+        f"What leaves of them is planned and has random noise: {'; '.join(counts)}. The promise covers it."
+        if counts
+        else "In this plan nothing of them leaves this site: no score, no count, not even their number."
     )
+    use = "No training uses them. They score models that the server sends, in general the final one."
+    settings = state.settings()
+    named = bool(state.site().schema.get("person"))
+    own, made = settings.config["data"]["class_path"], "dpfl_lightning.Population."
+    by = "person's id" if named else "record (equal records stay together)"
+    if own is None:
+        rule = "Rows are drawn by the seed, a number in the configuration of this site."
+    else:
+        unless = "" if own.startswith(made) else f"Unless the class {own} of this site divides its data itself, it is "
+        rule = (
+            f"{unless or 'It is '}computed from the {by} and the seed, a number in this site's configuration, in each "
+            "run in the same way; who knows both can compute it, too."
+        )
+    ask = (
+        f"dpfl node status {shlex.quote(str(state.path))} --person tells it to the operator, and reads the id from the "
+        "keyboard, so that no history of commands keeps it."
+        if named
+        else "The data name no persons, so no command tells it of one person; in Python, held_out_of of the "
+        "Population has the numbers of the rows."
+    )
+    return [
+        (title, f"{number.held_out}. {use} The exact scores stay here. {leaves}"),
+        ("Together", number.together),
+        ("Who is held out", f"{rule} {ask}"),
+    ]
+
+
+def _uncovered(planned: ClientPlan, counts: Counts | None, tables: bool) -> list[tuple[str, str]]:
+    """Return what the promise does not cover, and of each whether it leaves this site and what protects there."""
+    cost, number = planned.guarantee, counted(planned.num_records, planned.guarantee.unit)
+    none = counts is not None and not counts.held_out
+    known = {
+        SCORED_RECORDS: (
+            "held-out records",
+            "there are none" if none else "no: in this plan nothing of them is sent",
+        ),
+        EXACT_SCORES: ("exact scores on held-out records", "no: only noisy counts, which the promise covers"),
+        NOT_COVERED[1]: (
+            f"the number of {cost.unit}s in training, and all options",
+            f"yes: {number}, exactly; nothing protects but that it is one number of all; options hold no data",
+        ),
+        NOT_COVERED[2]: (
+            "how records were prepared before",
+            "no: the study states scales, categories and values for gaps"
+            if tables
+            else "no, if nothing in site.json was computed from records",
+        ),
+        NOT_COVERED[3]: (
+            "times, memory, sizes and errors",
+            "only when a reply comes, in fixed steps (--slot); errors are one of a few words",
+        ),
+        OTHER_RUNS: ("other studies on the same records", "section 5 adds up those of this node"),
+        OTHER_CLIENTS: ("what other sites send of the same person", "section 4 adds it up"),
+    }
+    return [known.get(gap, (gap, "-")) for gap in cost.not_covered if gap not in cost.caveats]
+
+
+def _totals(state: StateFolder, plan: str, planned: Reservation, limits: tuple[float, float]) -> list[tuple[str, ...]]:
+    """Return what the plans of a node cost together, without and with this one, and what the limits leave."""
+    accepted = state.plans()
+    this, more = (accepted[plan], ()) if plan in accepted else (planned, (planned,))
+    others = counted(len(accepted.keys() - {plan}), "plan")
+    left = state.left(limits, *more)
+    rest: tuple[str, ...] = ("none: above your limit", "", "", "", "")
+    if min(left) >= 0:
+        rest = (*Odds.left(*left, DIGITS), *(without_exponents(at_least(one)) for one in left))
+    before, together, after = "Before this plan", "Together, if you sign", "Left afterwards"
+    if plan in accepted:
+        before, together, after = "All other plans", "Together", "Left now"
+    return [
+        (f"{before} ({others}; this one not counted)", *_cost(*state.reserved(without=plan))),
+        ("This plan alone", *_cost(this.epsilon, this.delta)),
+        (f"{together} (this plan counted)", *_cost(*state.reserved(*more))),
+        ("Your limit", *_cost(*limits)),
+        (after, *rest),
+    ]
+
+
+def _cost(epsilon: float, delta: float) -> tuple[str, ...]:
+    """Return a cost in the words of the promise, in the order of `TOTALS`."""
+    odds = Odds.of(epsilon, delta, DIGITS)
+    return odds.factor, odds.exception, odds.guesses, at_most(epsilon), without_exponents(at_most(delta))
+
+
+def _files(of_persons: bool) -> list[tuple[str, str, str, str]]:
+    """Return where a node leaves which files, what of one person they have, and whether to keep or delete each."""
+    folder, node, account = "folder of the plan", "folder of the node", AccountFile(users_file())
+    ended, ids = "delete once the study has ended", " and of up to 256 ids" * of_persons
+    keep = "keep as long as ledger.jsonl"
+    return [
+        ("at the site", "the records", "all", "delete at any time: there is no copy, and without them no reply"),
+        (
+            folder,
+            "report.html, contact.txt",
+            "nothing: figures of all",
+            "keep: a later edition of this page",
+        ),
+        (
+            folder,
+            "scores.json, scores.html, private.json, error.log",
+            "exact figures, also of those who have left; error.log may have values of records",
+            ended,
+        ),
+        (
+            folder,
+            "data_key, releases/",
+            "who has the key and all other training records can test a guess of one on ledger.jsonl; last replies, and "
+            "of a personalised model parts without noise",
+            ended,
+        ),
+        (
+            folder,
+            "plan.json, reserved.json, ledger.jsonl, ledger.head",
+            "one fingerprint of all training records, which tells nothing without data_key",
+            "keep while plans may be accepted on these records: it shows what was spent",
+        ),
+        (node, "node.json, node.key, site.json", "nothing", keep),
+        (node, "serving.lock, socket", "nothing", "delete while the node is not running"),
+        (
+            "the account of the user who runs the node",
+            f"{account.path}, {account.state_file}",
+            f"fingerprints (keyed digests) of up to 256 rows, whole and without each column{ids}, also of those who "
+            "have left. The key is beside them: who has the file can test guesses",
+            f"{keep}; no single line can be deleted",
+        ),
+    ]
 
 
 def _spent(state: StateFolder, plan: str) -> str:
-    schedule = state.terms(plan).plan.schedule.clients[state.plans()[plan].client]
+    folder, schedule = state.plan_folder(plan), state.terms(plan).plan.schedule.clients[state.plans()[plan].client]
     paid, planned = state.released(plan), sum(schedule.releases)
     words = f"{paid} of {counted(planned, 'planned release')} were made"
     if not paid:
         return f"{words}."
-    spent = max(total.epsilon for total in read([state.plan_folder(plan) / "ledger.jsonl"]).paid)
-    return f"{words}, which cost epsilon {at_most(spent)}."
+    if files := kept_releases(folder):
+        words += f", the last on {date.fromtimestamp(files[-1].stat().st_mtime).isoformat()}"
+    spent = max(read([folder / "ledger.jsonl"]).paid, key=lambda total: total.epsilon)
+    sent = "; ".join(released_words([charge.event for charge in read_ledger(folder / "ledger.jsonl")]))
+    return f"{words}: {sent}. They cost {_in_words(spent.epsilon, spent.delta)}."
 
 
 def _changes(state: StateFolder, terms: Terms, client: int) -> tuple[str, list[tuple[str, str, str]]]:
     """Return in words with which plan this one is compared, and what differs: (what, in that plan, in this one)."""
-    this = digest(terms)
+    this = wire.digest(terms)
     files = [file for file in state.path.glob("plans/*/plan.json") if file.parent.name != this]
     accepted = [file for file in files if file.parent.name in state.plans()]
     own = state.plan_folder(this) / "plan.json"
@@ -170,28 +386,54 @@ def _changes(state: StateFolder, terms: Terms, client: int) -> tuple[str, list[t
     both = [*dict.fromkeys([*one, *other])]
     changes = [(what, one.get(what, "-"), other.get(what, "-")) for what in both if one.get(what) != other.get(what)]
     compared = f"Compared with the plan {last.parent.name[:12]}, which this node accepted last"
-    if digest(dataclasses.replace(terms, run=old.run)) == digest(old):
+    if wire.digest(dataclasses.replace(terms, run=old.run)) == wire.digest(old):
         return f"{compared}, only the name of the run differs.", []
-    more = f" {counted(len(changes) - _MOST_CHANGES, 'further option')} differ, too." * (len(changes) > _MOST_CHANGES)
-    differ = (
-        "these points differ:" if changes else "no option differs, but facts about sites or the code of a strategy do."
-    )
-    return f"{compared}, {differ}{more}", changes[:_MOST_CHANGES]
+    costs = [cost_of(plan, client_of(plan, state.settings().name)).guarantee.epsilon for plan in (old, terms)]
+    compared += f", this one costs {_times(*costs)}."
+    more = f" {counted(len(changes) - _MOST_CHANGES, 'further point')} differ, too." * (len(changes) > _MOST_CHANGES)
+    if not changes:
+        compared += " No option differs, but facts about sites or the code of a strategy do."
+    same = [what for what in both if one.get(what) == other.get(what) and not what.startswith("option ")]
+    return f"{compared}{more} The same are: {', '.join(same) or 'none of the other points'}.", changes[:_MOST_CHANGES]
+
+
+def _times(before: float, now: float) -> str:
+    """Return in words how a cost compares with one of before.
+
+    >>> _times(0.5, 1.0), _times(2.0, 2.0), _times(2.0, 1.0), _times(1.0, 1.5)
+    ('twice as much', 'as much', 'half as much', '1.5 times as much')
+    """
+    ratio = f"{now / before:.2g}" if before else "inf"
+    return {"1": "as much", "2": "twice as much", "0.5": "half as much"}.get(ratio, f"{ratio} times as much")
 
 
 def _compared(terms: Terms, client: int) -> dict[str, str]:
     """Return what of a plan is compared with another one, as texts; options, which the server wrote, as literals."""
-    plan, site, schedule = terms.plan, terms.sites[client], terms.plan.schedule.clients[client]
-    options = {f"option {name}": shortened(repr(value), _SHOWN) for name, value in flattened(plan.options).items()}
-    lines = [f"{line.count} {line.purpose} ({', '.join(map(str, line.event.cells()))})" for line in schedule.planned]
+    plan, schedule, unit = terms.plan, terms.plan.schedule.clients[client], privacy_of(terms)["unit"]
+    others = [_row(terms, other) for other in range(len(terms.sites)) if other != client]
+    options = {
+        f"option {name}": shortened(repr(value), _SHOWN)
+        for name, value in flattened(plan.options).items()
+        if not any(name == stated or name.startswith(f"{stated}.") for stated in _STATED)
+    }
     return {
         "budget": _row(terms, client)[2],
-        "records": _row(terms, client)[1],
+        f"number of {unit}s in training": _row(terms, client)[1],
         "rounds": str(plan.rounds),
-        "releases (sample rate, noise multiplier, steps each)": "; ".join(lines),
-        "clipped to": f"{plan.settings[client].clip_norm:g}",
-        "code and layers of the model, by digest": terms.module[:12],
-        "strategies": shortened(repr([name.partition(" ")[2] for name in plan.strategies]), _SHOWN),
-        "other sites": ", ".join(one.name for one in terms.sites if one.name != site.name),
+        "releases": "; ".join(_line_words(line, unit) for line in schedule.planned),
+        f"limit of the part of one {unit}": f"{plan.settings[client].clip_norm:g}",
+        "layers and code of the model (a fingerprint)": terms.module[:12],
+        "strategies of the server": shortened(repr([name.partition(" ")[2] for name in plan.strategies]), _SHOWN),
+        "other sites": "; ".join(f"{name}: {number}, {budget}" for name, number, budget in others),
         **options,
     }
+
+
+def _line_words(line: Planned, unit: str) -> str:
+    """Return releases of one kind in words."""
+    event, times = line.event, f"{counted(line.count, 'release')} for {shortened(repr(line.purpose), _SHOWN)}"
+    if not isinstance(event, NoisedEvent):
+        return f"{times}: {', '.join(event.cells())}"
+    drawn = f"each with about {event.sample_rate:.3g} of the {unit}s" if event.is_sampled else f"each with all {unit}s"
+    noise = f"noise of {event.noise_multiplier:.3g} times the limit of one {unit}"
+    return f"{times} of {counted(event.steps, 'step')}, {drawn}, {noise}"

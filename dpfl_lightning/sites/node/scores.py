@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dpfl_lightning.federated.messages.evaluation import Score
-from dpfl_lightning.privacy.accounting.guarantee import Guarantee
-from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.terms import read_message
 
-FILE, PAGE = "scores.json", "report.html"
+FILE, PAGE, REPORT = "scores.json", "scores.html", "report.html"
 
 
 @dataclass(frozen=True)
@@ -36,18 +34,6 @@ class KeptScores:
 
 
 wire.register(KeptScores)
-
-
-def write_scores(folder: Path, scores: KeptScores, promise: Guarantee) -> None:
-    """Write the scores and a page into the folder of a plan, for the operator of the site alone.
-
-    The page is the one of `accept --show --page`, completed.
-    """
-    from dpfl_lightning.reporting.site_page import SiteScores  # only now: answering requests needs no pages
-    from dpfl_lightning.sites.node.consent import completed_page
-
-    write_text(folder / FILE, wire.to_text(scores), private=True)
-    write_text(folder / PAGE, completed_page(folder, SiteScores(**vars(scores), released=promise)), private=True)
 
 
 def read_scores(folder: Path) -> KeptScores | None:

@@ -7,11 +7,13 @@ import dataclasses
 import fcntl
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dpfl_lightning.config.reading import check_format, expecting, read_bytes, read_key
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.privacy.accounting.accountant import exact_sum
 from dpfl_lightning.privacy.compose import Keys, Line, compose
 from dpfl_lightning.privacy.ledger.file import is_begun
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -26,6 +28,7 @@ from dpfl_lightning.sites.terms import read_site, read_terms
 T = TypeVar("T")
 
 _FORMAT = 1  # of node.json and of reserved.json
+_MOST_CONTACT = 300  # characters
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Reservation:
     It counts towards the limit also after the site has `withdrawn`, unless nothing was released: when to stop may
     depend on releases, so what a part of the plan costs is not a bound that was fixed beforehand. `most_numbers` is
     how many bytes of tensors a request of the plan needs. Once the plan has `begun`, its ledger must be whole.
+    `accepted` and `ended` are the dates of acceptance and withdrawal; empty before.
     """
 
     epsilon: float
@@ -72,6 +76,8 @@ class Reservation:
     most_numbers: int
     withdrawn: bool = False
     begun: bool = False
+    accepted: str = ""
+    ended: str = ""
 
 
 class StateFolder:
@@ -108,6 +114,11 @@ class StateFolder:
     def site(self) -> Site:
         file = self.path / "site.json"
         return read_site(file, str(file))
+
+    def renew(self, site: Site) -> None:
+        """Let `site.json` have the facts about the records as they are now, which a new plan needs."""
+        if wire.digest(site) != wire.digest(self.site()):
+            write_text(self.path / "site.json", wire.to_text(site))
 
     def save(self, settings: Settings) -> None:
         _write(self.path / "node.json", settings)
@@ -172,15 +183,39 @@ class StateFolder:
         if not reservation.begun:
             self._write(plan, dataclasses.replace(reservation, begun=True))
 
-    def reserved(self, *more: Reservation) -> tuple[float, float]:
-        """Return what all plans and `more` reserve: releases of later ones may be chosen by results, so they add up."""
+    def contact(self, plan: str) -> str:
+        """Return whom to ask about a plan; empty if nobody was named."""
+        file = self._contact(plan)
+        return file.read_text(encoding="utf-8") if file.is_file() else ""
+
+    def keep_contact(self, plan: str, contact: str) -> None:
+        """Remember whom to ask about a plan, before or after it is accepted."""
+        fits = bool(contact.strip()) and contact.isprintable() and len(contact) <= _MOST_CONTACT
+        require(fits, "--contact", f"be one line of at most {_MOST_CONTACT} characters", contact)
+        self.plan_folder(plan).mkdir(exist_ok=True)
+        write_text(self._contact(plan), contact, private=True)
+
+    def _contact(self, plan: str) -> Path:
+        return self.plan_folder(plan) / "contact.txt"
+
+    def reserved(self, *more: Reservation, without: str = "") -> tuple[float, float]:
+        """Return what all plans but `without`, and `more`, reserve together.
+
+        Results may choose the releases of later plans, so epsilons and deltas are added.
+        """
         adjacency, keys = self.settings().adjacency, Keys([self.settings().name])
+        plans = [one for plan, one in self.plans().items() if plan != without]
         lines = [
             Line(str(number), one.client, keys, (), one.delta, adjacency, "poisson", "pld", one.epsilon, chosen=True)
-            for number, one in enumerate((*self.plans().values(), *more))
+            for number, one in enumerate((*plans, *more))
         ]
         total = compose(lines, of=[keys])[keys]
         return total.epsilon, total.delta
+
+    def left(self, limits: tuple[float, float], *more: Reservation) -> tuple[float, float]:
+        """Return what of the limits (epsilon, delta) all plans and `more` leave; below 0 if they are above a limit."""
+        epsilon, delta = (exact_sum([limit, -one]) for limit, one in zip(limits, self.reserved(*more), strict=True))
+        return epsilon, delta
 
     def reserve(self, terms: Terms, reservation: Reservation, epsilon_limit: float, delta_limit: float) -> str:
         """Store an accepted plan and return its hash; call it under `locked`. Raises UserError as `check` does."""
@@ -190,7 +225,8 @@ class StateFolder:
         folder.mkdir(exist_ok=True)
         write_text(folder / "plan.json", wire.to_text(terms))
         self.save(dataclasses.replace(self.settings(), epsilon_limit=epsilon_limit, delta_limit=delta_limit))
-        self._write(plan, reservation)  # last: without it the plan is not accepted
+        accepted = dataclasses.replace(reservation, accepted=date.today().isoformat())
+        self._write(plan, accepted)  # last: without it the plan is not accepted
         return plan
 
     def check(self, terms: Terms, reservation: Reservation, epsilon_limit: float, delta_limit: float) -> None:
@@ -210,7 +246,8 @@ class StateFolder:
         except UserError:  # what was released is unknown
             unused = False
         kept = (0.0, 0.0) if unused else (before.epsilon, before.delta)
-        after = dataclasses.replace(before, epsilon=kept[0], delta=kept[1], withdrawn=True)
+        ended = date.today().isoformat()
+        after = dataclasses.replace(before, epsilon=kept[0], delta=kept[1], withdrawn=True, ended=ended)
         self._write(plan, after)
         return after
 

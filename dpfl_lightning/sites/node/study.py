@@ -47,7 +47,7 @@ from dpfl_lightning.sites.exchange import (
     Train,
     Welcome,
 )
-from dpfl_lightning.sites.node.scores import KeptScores, write_scores
+from dpfl_lightning.sites.node.scores import KeptScores
 from dpfl_lightning.sites.node.state import kept_releases
 from dpfl_lightning.sites.terms import server_words
 
@@ -149,7 +149,7 @@ class Study:
         return self._released(charged, request.round)
 
     def keep(self, request: Keep) -> Reply:
-        """Write down the scores of a model on the held-out records, and return what `welcome` does."""
+        """Write down what was sent, and a model's scores on held-out records; return what `welcome` does."""
         try:
             if not 0 <= request.round <= self._last:
                 raise NotPlanned("round")
@@ -160,14 +160,16 @@ class Study:
         return self.welcome()
 
     def _score(self, round: int, model: Tensor) -> None:
-        """Score held-out records, if there are any; the reply to the server is the same if this fails."""
+        """Score held-out records, if there are any, and say what was sent; the reply is the same if this fails."""
         clients, held_out = self.clients, self.clients.population.num_held_out[self.client]
-        if not held_out:
-            return
         try:
-            scores = evaluate_own(clients.module, clients.population, model, self.client, clients.engine)
-            kept = KeptScores(round, held_out, scores.test, scores.baseline)
-            write_scores(self._folder, kept, clients.guarantees()[self.client])
+            from dpfl_lightning.sites.node.consent import write_report, write_scores  # only now: replies need no pages
+
+            write_report(self._folder, clients.population)
+            if held_out:
+                scores = evaluate_own(clients.module, clients.population, model, self.client, clients.engine)
+                kept = KeptScores(round, held_out, scores.test, scores.baseline)
+                write_scores(self._folder, kept, clients.guarantees()[self.client])
         except Exception as error:
             warn_user(f"scores of held-out records are not computed: {type(error).__name__}")
 
