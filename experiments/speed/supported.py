@@ -82,7 +82,6 @@ LAYERS: dict[str, _Recipe] = {
 }
 
 _EXACT = "exact rule"
-_VMAP_LAYER = "exact, `vmap` for this layer"
 _VMAP_NET = "exact, `vmap` for the whole model"
 _LOOP = "exact, one record at a time"
 
@@ -109,7 +108,7 @@ def support_of(name: str) -> str:
         return _LOOP
     if reason.startswith("vmap: "):
         return _VMAP_NET
-    return _VMAP_LAYER if "but vmap for" in reason else _EXACT
+    return _EXACT
 
 
 # ---- optimisers and tasks

@@ -86,11 +86,7 @@ def test_one_record_moves_a_release_by_at_most_the_clip_norm(kind, engine, monke
     for noise in ("without", "with"):  # the grid adds a little
         assert 0.99 < found.figures[f"most_{noise}_noise"] <= 1.004, "or nothing had to be clipped"
     if engine == "fast":
-        words = (
-            "exact rules but vmap for `1` (Tempered); layers of torch.nn instead"
-            if kind == "no rule"
-            else "exact rules for all layers"
-        )
+        words = "vmap: `1` (Tempered) has no rule" if kind == "no rule" else "exact rules for all layers"
         assert found.figures["sums"].startswith(words)
     mutants.no_clipping(monkeypatch)
     monkeypatch.setattr(exact, "SIZES", (5,))  # one data set is enough to see it

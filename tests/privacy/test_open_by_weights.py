@@ -172,27 +172,31 @@ def test_gradients_are_those_of_the_loop_or_refused(kind):
     assert torch.allclose(found, expected, rtol=1e-6, atol=1e-12)
 
 
-class Powers(nn.Module):
+class Turning(nn.Module):
     """A function with other code at the end of a loop over numbers, of which each record has `width`."""
 
     def __init__(self, width):
         super().__init__()
-        self.first, self.head = nn.Linear(6, width), nn.Linear(width, 3)
+        self.first, self.head, self.width = nn.Linear(6, 32), nn.Linear(32, 3), width
 
     def forward(self, x):
-        h = self.first(x)
-        opened = self.first.weight.detach().abs().max() > 20
-        return self.head(h.abs().add(0.1).pow(1.7) if opened else torch.relu(h))
+        h = torch.relu(self.first(x))
+        if self.first.weight.detach().abs().max() > 20:
+            h = torch.cat([h[:, : self.width].add(0.1).pow(1.7), h[:, self.width :]], dim=1)
+        return self.head(h)
 
 
 @pytest.mark.parametrize("width", [5, 7])
-@pytest.mark.parametrize("expected", [2.0, 6.0, 20.0])
+@pytest.mark.parametrize("expected", [2.0, 6.0])
 def test_no_record_is_at_the_end_of_a_loop_that_weights_turn_on(width, expected):
+    """Before, passes have fewer records: only other operators take wide ones."""
     torch.manual_seed(0)
-    clipped_sum, _ = clipped_sum_for(Powers(width), None, X[:0], Y[:0])
+    net = Turning(width)
+    clipped_sum, _ = clipped_sum_for(net, None, X[:0], Y[:0])
+    assert clipped_sum.choose(expected).size < 32
     for seed in range(4):
         draw = torch.Generator().manual_seed(seed)
-        params = {name: torch.randn(p.shape, generator=draw) for name, p in Powers(width).named_parameters()}
+        params = {name: torch.randn(p.shape, generator=draw) for name, p in net.named_parameters()}
         params["first.weight"][:, 1:] *= 0.3
         params["first.weight"][0, 0] = 21.0
         each = [ClipRequest(math.inf, 2, torch.arange(count), count, expected=expected) for count in (41, 40)]

@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
 import torch
@@ -36,7 +36,7 @@ from dpfl_lightning.privacy.clipping.reference import (
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
 from dpfl_lightning.privacy.clipping.state import contents, large_tensors, tensors_restored
 from dpfl_lightning.privacy.clipping.structure import beside_records, code_of_users, leaves_vmap
-from dpfl_lightning.privacy.clipping.taps import Script, TappedSum
+from dpfl_lightning.privacy.clipping.taps import OtherOperators, Script, TappedSum
 from dpfl_lightning.privacy.clipping.trial_records import (
     FEW_KINDS,
     KINDS,
@@ -69,8 +69,8 @@ class CheckedSum:
         self.net, self.passes, self.kind = net, passes, kind
         self._sample_loss = sample_loss
         self._loop = LoopClippedSum(net, sample_loss)
-        self._sizes: dict[float | None, int] = {}  # by the expected number of records
-        self._checked: dict[int, PassedSum] = {}
+        self._sizes: dict[tuple[float | None, bool], int] = {}  # by the expected number of records, and if wide
+        self._checked: dict[tuple[int, bool], PassedSum] = {}
         self._graphs: dict[int, ClippedSum] = {}  # by the size of passes, on a GPU
 
     @property
@@ -78,25 +78,31 @@ class CheckedSum:
         """Whether rules of layers are used, not `vmap` or the loop."""
         return isinstance(self.choose(), FastClippedSum)
 
-    def choose(self, expected: float | None = None) -> PassedSum | LoopClippedSum:
-        """Return what computes the sums of batches of so many records; the first call checks the size of passes."""
+    def choose(self, expected: float | None = None, wide: bool = False) -> PassedSum | LoopClippedSum:
+        """Return what computes the sums of batches of so many records; the first call checks the size of passes.
+
+        It is `wide` for weights with which code of a user calls other operators than in the check.
+        """
         if self.kind is None:
             return self._loop
-        size = self._size(expected)
+        size = self._size(expected, wide)
         if size == 1:
             return self._loop
-        if size not in self._checked:
-            used = self._checked[size] = self.kind(self.net, self._sample_loss, size)
-            if isinstance(used, TappedSum) and len(used.scripts) > 1:
-                used.size_of_few = self._size(1.0)
-        return self._checked[size]
+        if (size, wide) not in self._checked:
+            used = self._checked[size, wide] = self.kind(self.net, self._sample_loss, size)
+            if isinstance(used, TappedSum):
+                used.known = None if wide else used.known
+                used.size_of_few = self._size(1.0, wide) if len(used.scripts) > 1 else size
+        return self._checked[size, wide]
 
-    def _size(self, expected: float | None) -> int:
+    def _size(self, expected: float | None, wide: bool) -> int:
         assert self.kind is not None
-        if expected not in self._sizes:
+        if (expected, wide) not in self._sizes:
             evidence = functools.partial(self._evidence, moved_parameters(self.net))
-            self._sizes[expected] = self.passes.size(self.kind, evidence, expected)
-        return self._sizes[expected]
+            tapped = isinstance(self.kind(self.net, self._sample_loss, 1), TappedSum)
+            of_any = wide if tapped else None
+            self._sizes[expected, wide] = self.passes.size(self.kind, evidence, expected, of_any)
+        return self._sizes[expected, wide]
 
     def __call__(self, params: Params, x: Records, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         with one_thread_an_operator():
@@ -104,7 +110,10 @@ class CheckedSum:
             if isinstance(used, FastClippedSum) and y.is_cuda and not self.passes.draws:
                 return self._graphed(used)(params, x, y, request)
             try:
-                return used(params, x, y, request)
+                try:
+                    return used(params, x, y, request)
+                except OtherOperators:
+                    return self.choose(request.expected, wide=True)(params, x, y, request)
             except UserError:
                 raise
             except Exception as error:  # a user's code may raise anything, with the weights of a server or for a record
@@ -229,9 +238,15 @@ def _by_vmap(padding: Batch, net: nn.Module, sample_loss: SampleLoss, size: int)
 
 
 def _by_taps(
-    padding: Batch, scripts: Sequence[Script], public: Batch, net: nn.Module, sample_loss: SampleLoss, size: int
+    padding: Batch,
+    scripts: Sequence[Script],
+    public: Batch,
+    known: set[tuple[Hashable, ...]],
+    net: nn.Module,
+    sample_loss: SampleLoss,
+    size: int,
 ) -> TappedSum:
-    return TappedSum(net, sample_loss, size, padding, scripts, public)
+    return TappedSum(net, sample_loss, size, padding, scripts, public, known)
 
 
 def _kind_of(
@@ -304,7 +319,7 @@ def _by_vmap_if_right(reference: Reference, passes: FixedPasses) -> Kind | None:
         return None
     if not (tapped.tapped or any(found)):
         return functools.partial(_by_vmap, passes.padding)
-    return functools.partial(_by_taps, passes.padding, found, take(public, rows))
+    return functools.partial(_by_taps, passes.padding, found, take(public, rows), set[tuple[Hashable, ...]]())
 
 
 def _scripts(

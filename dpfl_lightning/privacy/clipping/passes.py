@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from statistics import NormalDist
 
 import torch
@@ -141,6 +142,42 @@ def checksum(tensor: Tensor) -> int:
     return int(checksums(tensor.detach().reshape(1, -1))) if tensor.numel() else 0
 
 
+class Checksums:
+    """Tells whether bits of tensors have changed since it was made: by their versions, and by what lies in memory.
+
+    Tensors that fill most of one vector, as parameters do, are read as one.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        parts = defaultdict[int, list[Tensor]](list)
+        for one in tensors.values():
+            parts[one.untyped_storage()._cdata].append(one)
+        self._read = [one for some in parts.values() for one in _as_few(some)]
+        self._before = self._now()
+
+    def _now(self) -> tuple[list[int], list[int]]:
+        return [one._version for one in self._tensors.values()], [*map(checksum, self._read)]
+
+    def changed(self) -> list[str]:
+        """Return the names of tensors that may have changed: all if their vector has."""
+        versions, _ = after = self._now()
+        if after == self._before:
+            return []
+        found = [
+            name for name, one, other in zip(self._tensors, versions, self._before[0], strict=True) if one != other
+        ]
+        return found or [*self._tensors]
+
+
+def _as_few(tensors: list[Tensor]) -> list[Tensor]:
+    """Return tensors in one storage, or the bytes of this storage if they are at least half of them."""
+    storage = tensors[0].untyped_storage()
+    if 2 * sum(one.numel() * one.element_size() for one in tensors) < storage.nbytes():
+        return tensors
+    return [torch.empty(0, dtype=torch.uint8, device=tensors[0].device).set_(storage)]
+
+
 class FixedPasses:
     """The size of passes that a computation may use on this machine, found on first use.
 
@@ -159,14 +196,15 @@ class FixedPasses:
         self._whole: dict[Hashable, list[int]] = {}
         self._checked: dict[tuple[Hashable, int], bool] = {}
 
-    def size(self, what: Hashable, rows_of: Rows, expected: float | None = None) -> int:
+    def size(self, what: Hashable, rows_of: Rows, expected: float | None = None, wide: bool | None = None) -> int:
         """Return the size for the computation `what` of a public `expected` number of records (None: very many).
 
         1 means one record at a time. The first call for a size decides, so what `rows_of` computes may depend on `what`
-        alone.
+        alone. In `wide` passes (None: if weights may call `any_operator`) no loop of any operator ends within a record.
         """
+        what = what, self.any_operator if wide is None else wide
         if what not in self._whole:
-            self._whole[what] = self._whole_sizes(rows_of)
+            self._whole[what] = self._whole_sizes(rows_of, what[1])
         for size in _cheapest_first(expected, tuple(self._whole[what]), self.cost):
             if (what, size) not in self._checked:
                 with one_thread_an_operator():
@@ -179,13 +217,13 @@ class FixedPasses:
                 return size
         return 1
 
-    def _whole_sizes(self, rows_of: Rows) -> list[int]:
+    def _whole_sizes(self, rows_of: Rows, wide: bool) -> list[int]:
         """Return the sizes at which vectorised loops end with a record, the smallest one if none of them fits."""
         fitting = max((size for size in self._sizes if size <= self.most), default=self._sizes[0])
         for largest in (fitting, max(self._sizes)):
             with one_thread_an_operator():
                 multiple = multiple_of(self._of_records(rows_of), largest)
-            if multiple and self.any_operator and max(self._sizes) >= _OF_ANY_WIDTH:
+            if multiple and wide and max(self._sizes) >= _OF_ANY_WIDTH:
                 multiple = math.lcm(multiple, _OF_ANY_WIDTH)
             whole = [size for size in self._sizes if multiple and size % multiple == 0]
             if not whole or whole[0] <= largest:
@@ -220,7 +258,7 @@ class FixedPasses:
         except Exception:  # a user's code may raise anything under `vmap`
             if alone is None:
                 raise
-            self._whole[what], size = [], 1
+            self._whole[what, self.any_operator], size = [], 1
         compute = rows_of if size > 1 else alone or rows_of
         with one_thread_an_operator():
             for rows, some_x, some_y in passes(x, y, size, self.padding, self.enter):

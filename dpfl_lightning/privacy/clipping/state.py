@@ -150,6 +150,7 @@ class Walk(dict[int, Any]):
         self._names: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}  # of variables of files
         self._parts: dict[object, Callable[[], Iterable[object]]] = {}
         self._numbers: dict[object, tuple[Callable[[], object], object]] = {}
+        self._in_place: dict[int, Tensor] = {}  # of which versions are compared
 
     def table(self, table: dict[Any, Any]) -> None:
         self._tables[id(table)] = table
@@ -171,8 +172,15 @@ class Walk(dict[int, Any]):
             self._numbers[key] = read, read()
         return self._numbers[key][1]  # type: ignore[return-value]
 
+    def version(self, tensor: Tensor) -> int:
+        """Return the version of a tensor, which is compared in place of its numbers."""
+        self._in_place[id(tensor)] = tensor
+        return tensor._version
+
     def close(self) -> Walk:
         """Note all objects at the end of a walk."""
+        self._filled = [one for one in self._tables.values() if one]  # the size of an empty one tells all
+        self._versions = [one._version for one in self._in_place.values()]
         self._objects = [[*found] for found in self._now()]
         self._ids = [[*map(id, found)] for found in self._objects]
         return self
@@ -181,8 +189,8 @@ class Walk(dict[int, Any]):
         chained = itertools.chain.from_iterable
         tables, spaces, names = self._tables.values(), self._spaces.values(), self._names.values()
         yield self._sizes(tables, spaces)
-        yield chained(map(dict.keys, tables))
-        yield chained(map(dict.values, tables))
+        yield chained(map(dict.keys, self._filled))
+        yield chained(map(dict.values, self._filled))
         yield chained(spaces)
         yield chained(map(MappingProxyType.values, spaces))
         yield chained(map(_OF_FUNCTIONS, self._functions.values()))
@@ -198,8 +206,10 @@ class Walk(dict[int, Any]):
     def is_current(self) -> bool:
         """Return whether everything that was read is as it was."""
         try:
-            return all([*map(id, found)] == ids for found, ids in zip(self._now(), self._ids, strict=True)) and all(
-                read() == before for read, before in self._numbers.values()
+            return (
+                [one._version for one in self._in_place.values()] == self._versions
+                and all([*map(id, found)] == ids for found, ids in zip(self._now(), self._ids, strict=True))
+                and all(read() == before for read, before in self._numbers.values())
             )
         except Exception:  # of a user's object; another walk says what is wrong
             return False
@@ -312,11 +322,10 @@ def _content(value: Any, seen: Walk) -> object:
     if value is None or type(value) in _TEXTUAL:
         return repr(value)
     if isinstance(value, Tensor):
-        in_place = id(value) in seen
-        if not in_place:
-            seen.kept.append(value)
-        read = _version if in_place else _numbers
-        return seen.number((id(value), in_place), functools.partial(read, value))
+        if id(value) in seen:
+            return seen.version(value)
+        seen.kept.append(value)
+        return seen.number(id(value), functools.partial(_numbers, value))
     state, held = _kind(type(value))
     if state is not None:
         seen.kept.append(value)
@@ -363,10 +372,6 @@ def _content(value: Any, seen: Walk) -> object:
 
 
 _TEXTUAL = frozenset({str, bytes, int, bool, float, complex})
-
-
-def _version(tensor: Tensor) -> int:
-    return tensor._version
 
 
 def _numbers(tensor: Tensor) -> tuple[object, ...]:
@@ -419,9 +424,36 @@ def _referred(function: FunctionType, seen: Walk) -> dict[str, object]:
             found[name] = _content(value, seen)
         elif type(value).__module__ == function.__module__ and not isinstance(value, nn.Module):
             found[name] = seen.number((id(value), "object"), functools.partial(_numbers_of_object, value))
+        elif value is None or type(value) in _TEXTUAL:
+            found[name] = repr(value)  # another one would be another object
         elif not isinstance(value, FunctionType | type | nn.Module):
-            found[name] = seen.number((id(value), "numbers"), functools.partial(_numbers_in, value))
+            found[name] = _numbers_in(value)
+            _note_collections(value, seen)
     return found
+
+
+def _note_collections(value: Any, seen: Walk, depth: int = 0) -> None:
+    """Note what `_numbers_in` reads: the entries of collections by identity, and numbers that change in place."""
+    if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.dtype.hasobject is False):
+        seen.kept.append(value)
+        seen.number((id(value), "numbers"), functools.partial(_numbers_in, value))
+    if isinstance(value, SimpleNamespace):
+        value = vars(value)
+    if depth > _MOST_LEVELS or not isinstance(value, (*_COLLECTIONS, tuple, Mapping)) or len(value) > _MOST_ENTRIES:
+        return
+    seen.kept.append(value)
+    if isinstance(value, Mapping):
+        seen.parts((id(value), "entries"), lambda: itertools.chain.from_iterable(_items(value)))
+        entries: Iterable[Any] = itertools.chain.from_iterable(_items(value))
+    elif isinstance(value, set | frozenset):
+        seen.parts((id(value), "entries"), lambda: sorted(value, key=id))
+        entries = value
+    else:
+        seen.parts((id(value), "entries"), lambda: value)
+        entries = value
+    for one in entries:
+        if type(one) not in _TEXTUAL:
+            _note_collections(one, seen, depth + 1)
 
 
 def _used(cache_info: Callable[[], Any]) -> tuple[int, int]:
@@ -442,7 +474,7 @@ _OF_MODULES: Mapping[str, Callable[[], int]] = {
     "random": lambda: hash(random.getstate()),
     "numpy": _of_numpy,
     "numpy.random": _of_numpy,
-    "os": lambda: hash(frozenset(os.environ.items())),
+    "os": lambda: hash(frozenset(os.environ._data.items())),  # without copies in another encoding
 }
 
 

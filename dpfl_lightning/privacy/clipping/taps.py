@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import FunctionType
@@ -40,7 +40,7 @@ from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.layer_rules import ByName, Dense, Grads, Outer, conv1d_rule, conv2d_rule
 from dpfl_lightning.privacy.clipping.operator_rules import argument_names, operator_gradients
-from dpfl_lightning.privacy.clipping.passes import Batch, checksum, checksums, passes
+from dpfl_lightning.privacy.clipping.passes import Batch, Checksums, checksums, passes
 from dpfl_lightning.privacy.clipping.reads import READS, place_of_code
 from dpfl_lightning.privacy.clipping.reference import (
     DEFAULT_SIZE,
@@ -81,6 +81,10 @@ class Tap:
         return {self.own[argument][0]: form for argument, form in found.items()}
 
 
+class OtherOperators(Exception):
+    """A pass calls other operators than the passes whose sizes were checked, because the weights are others."""
+
+
 class OtherReads(Exception):
     """Code reads other numbers than those of a script, because the weights are others."""
 
@@ -112,10 +116,12 @@ class TappedCalls(WatchedCalls):
         self.edges: list[GradientEdge] = []  # of their results
         self.untapped = ""  # an operator that needs derivatives of gradients, of which taps have none
         self.tapping = True
+        self.forward: tuple[Hashable, ...] = ()  # operators of the forward pass
 
     def begin_pass(self, records: int) -> None:
         self.taps, self.edges, self.untapped = [], [], ""
         self.reads, self._read, self._records = [], [], records
+        self.operators, self.forward = [], ()
 
     def enter_pass(self, params: Params, leaves: Params, anchor: Tensor, level: int) -> None:
         """Let code see the `leaves` of a level of `grad`, whose values are `params`."""
@@ -269,16 +275,18 @@ class TappedSum:
         padding: Batch | None = None,
         scripts: Sequence[Script] = (),
         public: Batch | None = None,
+        known: set[tuple[Hashable, ...]] | None = None,
     ) -> None:
         require(size >= 1, "size", "be at least 1 record", size)
         self.size, self.padding, self._sample_loss = size, padding, sample_loss
         self.scripts, self.public = tuple(scripts) or ((),), public or padding
         self.size_of_few = size  # of passes of the records that differ from the first script
+        self.known, self._learns = known, False  # sequences of operators for which sizes were checked; None: of all
         self._calls, self._loop = TappedCalls(), LoopClippedSum(net, sample_loss)
         self._watch = Watch(owners_of(net, sample_loss), under_vmap=True, calls=self._calls)
         self.direct: set[str] = set()  # parameters that were differentiated directly
         self.tapped: set[str] = set()
-        self._before: dict[str, tuple[int, int]] = {}  # version and checksum of each parameter
+        self._before = Checksums({})  # of parameters
         self.widest = 1  # numbers of the largest input of a tap, for one record
 
     @torch.no_grad()
@@ -353,6 +361,7 @@ class TappedSum:
     def evidence(self, params: Params, x: Inputs, y: Tensor, count: int) -> list[Tensor]:
         """Return what tells whether bits of a record's gradient differ, `[count]` each, for one pass of each script."""
         filled, norms, found = count if y.device.type == "cpu" else len(y), torch.zeros(count), list[Tensor]()
+        self._learns = True
         scripts: Sequence[Script] = self.scripts
         for number in range(len(scripts)):
             self._begin(params)
@@ -369,7 +378,7 @@ class TappedSum:
         return [norms, *found]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> TappedSum:
-        copied = TappedSum(net, sample_loss, self.size, self.padding, self.scripts, self.public)
+        copied = TappedSum(net, sample_loss, self.size, self.padding, self.scripts, self.public, self.known)
         copied.size_of_few = self.size_of_few
         return copied
 
@@ -397,7 +406,7 @@ class TappedSum:
             self._calls.script = script
             try:
                 found = self._of_a_pass(params, wanted, x, y)
-            except (OtherReads, UserError):
+            except (OtherReads, OtherOperators, UserError):
                 raise
             except Exception:  # perhaps of code for records that it would not get
                 more = self._calls.differ() & ~outside
@@ -425,11 +434,16 @@ class TappedSum:
             direct, taps = self._differentiated(params, wanted, *tree_map(lambda part: part.clone(), (x, y)))
             self._calls.require_no_error()
             self._watch.check()
-            changed = [name for name, p in params.items() if self._before[name] != (p._version, checksum(p))]
+            changed = self._before.changed()
             must = "leave its parameters as they are in a pass"
             require(not changed, "model", must, ", ".join(changed), "Each pass would change those of the next one.")
             if len(self._calls.reads) < len(self._calls.script or ()):
                 raise OtherReads("fewer numbers are read")
+            if self.known is not None and self._calls.script is not None:
+                if self._learns:
+                    self.known.add(self._calls.forward)
+                elif self._calls.forward not in self.known:
+                    raise OtherOperators
             if not self._calls.untapped and all(tap.x._version == tap.version for tap, _ in taps):
                 break
         return self._joined(direct, taps, wanted)
@@ -437,7 +451,7 @@ class TappedSum:
     def _begin(self, params: Params) -> None:
         """Note before the first pass what no pass may change."""
         self._watch.begin()
-        self._before = {name: (p._version, checksum(p)) for name, p in params.items()}
+        self._before = Checksums(params)
 
     def _differentiated(
         self, params: Params, wanted: Params, x: Inputs, y: Tensor
@@ -457,6 +471,7 @@ class TappedSum:
                 with calls:  # until the backward pass is over, too
                     losses = self._sample_loss(leaves, one_x, one_y)
                     require_one_loss(losses)
+                    calls.forward = tuple(calls.operators)  # which decide those of the backward pass
                     asked = [*(leaves[name] for name in wanted), *calls.edges]
                     found = () if calls.script is None else gradients_of(losses[0], asked)
                 bare = [None if one is None else calls.bare(one) for one in found]

@@ -10,7 +10,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import custom_function_call
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import _engine_run_backward
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -109,6 +110,7 @@ class WatchedCalls(TorchFunctionMode):
         self._under_vmap = under_vmap
         self._made: list[weakref.ref[Tensor]] = []
         self._failed = ""
+        self.operators: list[Hashable] = []  # of the last pass: functions, options, and shapes of results
 
     def __enter__(self) -> WatchedCalls:
         global _watched
@@ -143,12 +145,21 @@ class WatchedCalls(TorchFunctionMode):
             raise
         if func is torch.autograd.grad:  # what it returns is the caller's
             return found
+        self._note_operator(func, args, kwargs, found)
         for one in (found,) if isinstance(found, Tensor) else found if isinstance(found, tuple | list) else ():
             if isinstance(one, Tensor) and self._is_new(one, (*args, *kwargs.values())):
                 self._made.append(weakref.ref(one))
             if self._under_vmap and isinstance(one, Tensor) and not is_batched(one):
                 self._require_of_none(func, (*args, *kwargs.values()))
         return found
+
+    def _note_operator(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
+        """Note what decides which code of a kernel runs, but for the values of tensors."""
+        given = (*args, *kwargs.values()) if kwargs else args
+        options = [one for one in given if type(one) in _OPTIONS] if func not in _DROPPING else ()
+        results = found if isinstance(found, tuple | list) else (found,)
+        shapes = [one.shape for one in results if isinstance(one, Tensor)]
+        self.operators.append((func, *options, *shapes))
 
     def _require_of_none(self, func: Any, args: tuple[Any, ...]) -> None:
         """Raise LeftVmap if a result that is no record's is computed of records, perhaps of all at once."""
@@ -165,6 +176,7 @@ class WatchedCalls(TorchFunctionMode):
         """Begin anew: the last pass may have ended with an error."""
         self._made.clear()
         self._failed = ""
+        self.operators.clear()
 
     def require_no_error(self) -> None:
         """Raise LeftVmap if an operator of a pass has failed: if code goes on, all records feel the error of one."""
@@ -223,6 +235,10 @@ def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
 #: functions by which torch asks all records at once, and those that ask each
 _OF_EACH: dict[Any, Any] = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}
 _OF_EACH |= {Tensor._is_all_true: torch.all, Tensor._is_any_true: torch.any}
+_OPTIONS = frozenset({bool, int, float, str})
+_DROPOUTS = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout multi_head_attention_forward"
+#: functions that are told how much to drop, which is nothing while passes are watched
+_DROPPING = frozenset({*(getattr(F, name) for name in _DROPOUTS.split()), F.scaled_dot_product_attention, *_RECURRENT})
 #: functions of shapes and dtypes alone
 _OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full"}) | {
     "expand_as",

@@ -34,7 +34,6 @@ T = TypeVar("T")
 
 #: what a user reads behind the reason of a slower way
 _FASTER = {
-    "layer": "; layers of torch.nn instead, or functions with a rule, are faster",
     "vmap": "; without this cause exact rules are faster",
     "loop": "; one record at a time is slowest, and without this cause exact rules or vmap are faster",
 }
@@ -84,7 +83,7 @@ class FastEngine(SerialEngine):
         x, y = dummy_units(self.population, 4, self.module.device)
         clipped_sum, reason = clipped_sum_for(self.module.net, self.module.sample_loss, x, y)
         how, _, words = reason.partition(": ")
-        advice = _FASTER["layer" if "vmap for" in words else how] if how != "fast" or "vmap for" in words else ""
+        advice = _FASTER.get(how, "")
         self.description = (words if how == "fast" else reason) + advice
         return clipped_sum
 
