@@ -137,12 +137,8 @@ def _replacement(layer: nn.Module) -> nn.Module:
         layer.track_running_stats, layer._buffers = False, dict.fromkeys(layer._buffers)
         return layer
     assert isinstance(layer, _BatchNorm)
-    options = {
-        "eps": layer.eps,
-        "affine": layer.affine,
-        "device": next((one.device for one in layer.parameters()), None),
-    }
-    norm = nn.GroupNorm(_groups_of(layer), layer.num_features, **options)
+    device = next((one.device for one in layer.parameters()), None)
+    norm = nn.GroupNorm(_groups_of(layer), layer.num_features, layer.eps, layer.affine, device=device)
     inside = [*layer.children()]
     return nn.Sequential(norm, *inside) if inside else norm
 

@@ -85,7 +85,8 @@ def _separate(module: ClientModule, rows_of: Rows, x: Inputs, y: Tensor) -> bool
     for seed in range(_SEEDS):
         together = rows(x, y, seed)
         for row in range(len(y)):
-            if not _close(together[row], rows(*take((x, y), [row] * len(y)), seed)[row]):
+            copies_x, copies_y = take((x, y), [row] * len(y))
+            if not _close(together[row], rows(copies_x, copies_y, seed)[row]):
                 return False
     return True
 

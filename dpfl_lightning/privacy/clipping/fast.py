@@ -206,7 +206,8 @@ class FastClippedSum:
         if not special:
             return []
         with torch.no_grad(), self._watched({}) as watch:
-            self._pass(watch, params, *take((x, y), [*range(len(y))]), len(y))  # copies: the model may change them
+            some_x, some_y = take((x, y), [*range(len(y))])  # copies: the model may change them
+            self._pass(watch, params, some_x, some_y, len(y))
             dys = {name: watch.dys[name] for name in special if name in watch.dys}
         return [name for name, dy in dys.items() if convolutions().is_sparse(dy)]
 

@@ -474,7 +474,7 @@ _OF_MODULES: Mapping[str, Callable[[], int]] = {
     "random": lambda: hash(random.getstate()),
     "numpy": _of_numpy,
     "numpy.random": _of_numpy,
-    "os": lambda: hash(frozenset(os.environ._data.items())),  # without copies in another encoding
+    "os": lambda: hash(frozenset(os.environ._data.items())),  # type: ignore[attr-defined]  # without decoding
 }
 
 
