@@ -128,15 +128,15 @@ QUESTIONS = {
     "as it is nothing accepted, nothing sent the node refuses the plan: the site withdraws from it, and needs a new "
     "plan the study goes on without them nothing, once the site has withdrawn",
     "withdrawal of a person later": "during the run the same; what was sent shows no more of them than section 1 "
-    "allows the study goes on without them the whole budget of the plan after the run models that exist keep what they "
+    "allows the study goes on without them the whole budget of the plan after the run models keep what they "
     "learnt, within the promise; fingerprints and their key stay in the account of the user; delete data_key, "
     "releases/, private.json and error.log, if any the same fingerprints stay; delete scores.json, scores.html and "
     "error.log, if any the whole budget of the plan",
     "what a new plan shows": "For a new plan the node writes the new number into site.json; its limit and all that is "
     "counted stay. The number is exact and public: 479 records after 480 tell that one has left.",
     "withdrawal": "from then on the node refuses the server. What was sent cannot be called back",
-    "audit": "compares the ledger, the list of what may have been sent, never less, with the accepted plan; finds later "
-    "changes of it, unless ledger.head was rewritten, too; shows all plans and the limit",
+    "audit": "compares the ledger, the list of what may have been sent, never less, with the accepted plan; finds "
+    "later changes of it, unless ledger.head was rewritten, too; shows all plans and the limit",
     "the record of the server": "prints its chain, which the server has in receipts.json, signed by this node",
     "who gets the check": "nothing is transferred to anybody",
     "contact": "Contact for questions about this study: Dr. A. Muster, +49 30 123.",
@@ -401,9 +401,8 @@ def test_the_numbers_of_a_person_at_all_sites_are_sums(tmp_path):
     factor = math.ceil(math.exp(2.5) * 10) / 10
     cases = math.ceil(1000 * (1 + 0.003 * math.exp(-2.5)) / (1 + math.exp(-2.5))) / 10
     assert (
-        "For a person with one record at each of the 3 sites, in all plans of this node, the budgets add up to epsilon 2.5, delta "
-        "0.003: at most "
-        f"{factor} times as likely, except with probability 1 in 333, and right guesses in at most {cases} of 100"
+        "For a person with one record at each of the 3 sites, in all plans of this node, the budgets add up to epsilon "
+        f"2.5, delta 0.003: at most {factor} times as likely, except with probability 1 in 333, and right guesses in at most {cases} of 100"
     ) in words_of(shown(cork, terms, tmp_path))
 
 
