@@ -136,7 +136,7 @@ QUESTIONS = {
     "counted stay. The number is exact and public: 479 records after 480 tell that one has left.",
     "withdrawal": "from then on the node refuses the server. What was sent cannot be called back",
     "audit": "compares the ledger, the list of what may have been sent, never less, with the accepted plan; finds "
-    "later changes of it, unless ledger.head was rewritten, too; shows all plans and the limit",
+    "later changes, unless ledger.head was rewritten, too; shows all plans and the limit",
     "the record of the server": "prints its chain, which the server has in receipts.json, signed by this node",
     "who gets the check": "nothing is transferred to anybody",
     "contact": "Contact for questions about this study: Dr. A. Muster, +49 30 123.",
@@ -402,7 +402,8 @@ def test_the_numbers_of_a_person_at_all_sites_are_sums(tmp_path):
     cases = math.ceil(1000 * (1 + 0.003 * math.exp(-2.5)) / (1 + math.exp(-2.5))) / 10
     assert (
         "For a person with one record at each of the 3 sites, in all plans of this node, the budgets add up to epsilon "
-        f"2.5, delta 0.003: at most {factor} times as likely, except with probability 1 in 333, and right guesses in at most {cases} of 100"
+        f"2.5, delta 0.003: at most {factor} times as likely, except with probability 1 in 333, and right "
+        f"guesses in at most {cases} of 100"
     ) in words_of(shown(cork, terms, tmp_path))
 
 
