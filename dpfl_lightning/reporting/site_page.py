@@ -18,7 +18,7 @@ from dpfl_lightning.runtime.text import at_most
 TOTALS = ("plans", "times as likely, at most", "except with probability", "right guesses, at most", "epsilon", "delta")
 LIMIT = (
     "Your limit is the most that all plans of this node may ever cost together: the node refuses a plan above it. The "
-    "operator has set it and can lower it, or raise it by --raise_limits."
+    "operator sets it, and can raise it by --raise_limits."
 )
 #: columns of `SitePlan.uncovered` and of `SitePlan.withdrawal`
 UNCOVERED = ("what", "does it leave this site, and what protects")
@@ -52,6 +52,8 @@ class SitePlan:
     since: str
     changes: Sequence[Sequence[str]]
     files: Sequence[Sequence[str]]
+    num_sites: int
+    holds_out: bool
     num_records: int
     run: str
     version: str
@@ -94,31 +96,40 @@ class SitePlan:
     @property
     def receivers(self) -> Sequence[tuple[str, str, str]]:
         """Return who receives what, and what they do not receive."""
+        counts = " and noisy counts of held-out records" * self.guarantee.counts_held_out
+        with_two = " (with two sites, they tell what this site sent)" * (self.num_sites == 2)
+        alone = "" if with_two else ", and, unless the server passes it on, what this site alone sent"
+        others = (
+            "the other sites",
+            f"models{with_two}, and with the plan the same facts about this site as the server",
+            f"records{alone}",
+        )
         return (
             (
                 "the operator of this site",
-                "its records, exact scores, and the list of what was sent",
+                f"its records{', exact scores' * self.holds_out}, and the ledger (section 8)",
                 "records and updates of other sites, noise",
             ),
-            ("the data protection officer", "this page", "records, exact scores"),
+            ("the data protection officer", "this page", "by the program: records, exact scores"),
             (
                 "the server, which is not trusted",
                 f"every noisy update of this site, its name, its number of {self.unit}s for training, names, scales "
                 "and classes of columns as the study states them, its budget, that it takes part, and when it answers",
                 "records, noise, exact scores, anything before noise was added",
             ),
-            (
-                "the other sites",
-                "models, and with the plan the same facts about this site as the server",
-                "records, and, unless the server passes it on or there are two sites only, what this site alone sent",
-            ),
+            *(others,) * (self.num_sites > 1),
             (
                 "everybody who gets the results",
-                f"names, numbers of {self.unit}s, budgets, epsilons, the trained model, and its scores on records of "
-                f"the server{' and noisy counts of held-out records' * self.guarantee.counts_held_out}",
+                f"names of the sites, numbers of {self.unit}s, budgets, epsilons, the trained model, and its "
+                f"scores on records of the server{counts}",
                 "records, noise, and, unless the server passes them on, single updates",
             ),
         )
+
+    @property
+    def asks(self) -> str:
+        """Return who has the configuration of the run, or gets it."""
+        return "the operator asks the server for" if self.no_contact else "the contact has"
 
     @property
     def withdrawal(self) -> Sequence[tuple[str, str, str, str]]:
@@ -139,8 +150,9 @@ class SitePlan:
             ),
             (
                 "after the run",
-                "models that exist keep what they learnt, within the promise; nothing else is to be done",
-                "delete the exact scores, which still have them",
+                "models keep what they learnt, within the promise; fingerprints and their key stay in the account of "
+                "the user; delete data_key, releases/, private.json and error.log, if any",
+                "the same fingerprints stay; delete scores.json, scores.html and error.log, if any",
                 "the whole budget of the plan",
             ),
         )
@@ -213,7 +225,7 @@ def site_text(plan: SitePlan) -> str:
         plan.since,
         *(f"  {what}: {before} -> {now}" for what, before, now in plan.changes),
         f"Run: {plan.run}.",
-        "Once the plan is accepted, and not before, the node builds a model with these options:",
+        "Options of the model:",
         *(f"  {option}" for option in plan.options),
         *plan.server_words,
     ]

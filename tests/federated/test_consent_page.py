@@ -40,6 +40,7 @@ from dpfl_lightning.sites.node.records import settings_of, site_population
 from dpfl_lightning.sites.node.scores import read_scores
 from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.node.state import StateFolder
+from dpfl_lightning.sites.receipt import read_receipts
 from dpfl_lightning.sites.server.clients import Sites
 from dpfl_lightning.sites.server.deploy import loop_over, planning_loop, terms_of
 from dpfl_lightning.sites.wire import digest
@@ -105,38 +106,46 @@ QUESTIONS = {
     "who sees what": "the server, which is not trusted every noisy update of this site, its name, its number of "
     "records for training, names, scales and classes of columns as the study states them, its budget, that it takes "
     "part, and when it answers records, noise, exact scores, anything before noise was added",
-    "what leaves without the promise": "the number of records in training, and all options yes: 480 records, exactly; "
-    "nothing protects but that it is one number of all; options hold no data",
+    "what leaves without the promise": "the number of records in training, and all options yes: 480 records, exactly: "
+    "who knows all other records can count, and so knows whether this one is in the data; options hold no data",
+    "no contradiction": "whether a record is in its data is protected, except against who can count (section 3)",
+    "no acceptance before signing": "The operator must not accept before the signature: the program does not check "
+    "this.",
+    "rounding": "Factors and cases are rounded up, what is left (section 5) down.",
+    "the seed": "node.json, node.key, site.json nothing; node.json is this site's configuration, with the seed",
     "worst case": "somebody who knows all other records, and tosses a coin on whether this one was in the data, "
-    "is right in 50 of 100 cases. With all that this site would send in this run they are right in at most 95.3 of "
-    "100",
+    "is right in 50 of 100 cases. From the noisy updates that this site would send in this run they are right in at "
+    "most 95.3 of 100",
     "the whole group": "It hits anybody of all 480 records with probability 1 in 2 at most.",
     "what epsilon 3 means": "Experts write this promise as epsilon 3 and delta 0.001 : the factor is "
     "exp(epsilon), 20.1, and delta is the probability of the exception.",
     "deletion": "scores.json, scores.html, private.json, error.log exact figures, also of those who have left; "
     "error.log may have values of records delete once the study has ended",
     "guesses": "data_key, releases/ who has the key and all other training records can test a guess of one on "
-    "ledger.jsonl; last replies, and of a personalised model parts without noise delete once the study has ended",
+    "ledger.jsonl; last replies delete once the study has ended",
     "what to keep": "Keep the signed page: it shows what was decided.",
     "withdrawal of a person before acceptance": "before acceptance a plan with the new number is needed the plan stays "
     "as it is nothing accepted, nothing sent the node refuses the plan: the site withdraws from it, and needs a new "
     "plan the study goes on without them nothing, once the site has withdrawn",
     "withdrawal of a person later": "during the run the same; what was sent shows no more of them than section 1 "
-    "allows the study goes on without them the whole budget of the plan after the run models that exist keep what they "
-    "learnt, within the promise; nothing else is to be done delete the exact scores, which still have them the whole "
-    "budget of the plan",
+    "allows the study goes on without them the whole budget of the plan after the run models keep what they "
+    "learnt, within the promise; fingerprints and their key stay in the account of the user; delete data_key, "
+    "releases/, private.json and error.log, if any the same fingerprints stay; delete scores.json, scores.html and "
+    "error.log, if any the whole budget of the plan",
     "what a new plan shows": "For a new plan the node writes the new number into site.json; its limit and all that is "
     "counted stay. The number is exact and public: 479 records after 480 tell that one has left.",
     "withdrawal": "from then on the node refuses the server. What was sent cannot be called back",
-    "audit": "compares the ledger, the list of what was sent, with the accepted plan; shows all plans and the limit",
+    "audit": "compares the ledger, the list of what may have been sent, never less, with the accepted plan; finds "
+    "later changes, unless ledger.head was rewritten, too; shows all plans and the limit",
+    "the record of the server": "prints its chain, which the server has in receipts.json, signed by this node",
     "who gets the check": "nothing is transferred to anybody",
     "contact": "Contact for questions about this study: Dr. A. Muster, +49 30 123.",
     "other studies": "plans times as likely, at most except with probability right guesses, at most epsilon "
     "delta Before this plan (0 plans; this one not counted) 1 0 50 of 100 cases 0 0 This plan alone 20.1 1 in 1,000 "
     "95.3 of 100 cases 3 0.001 Together, if you sign (this plan counted) 20.1 1 in 1,000 95.3 of 100 cases 3 0.001 "
     "Your limit 149 1 in 100 99.4 of 100 cases 5 0.01 Left afterwards 7.38 1 in 112 2 0.009 Your limit is the most "
-    "that all plans of this node may ever cost together: the node refuses a plan above it. The operator has set it and "
-    "can lower it, or raise it by --raise_limits. It fits.",
+    "that all plans of this node may ever cost together: the node refuses a plan above it. The operator sets it, and "
+    "can raise it by --raise_limits. It fits.",
     "held-out records": "120 rows. No training uses them. They score models that the server sends, in general "
     "the final one. The exact scores stay here. In this plan nothing of them leaves this site: no score, no count, not "
     "even their number.",
@@ -250,8 +259,8 @@ def test_what_changed_since_the_last_plan_is_said(tmp_path):
     page = words_of(shown(state, third, tmp_path))
     for part in (
         "this one costs half as much.",
-        "The same are: number of records in training, limit of the part of one record, strategies of the server, "
-        "other sites.",
+        "The same are: number of records in training, columns, label, contact, limit of the part of one record, "
+        "strategies of the server, other sites. Who is held out follows from section 2, which no plan changes",
         "budget epsilon 2, delta 0.001 epsilon 1, delta 0.001",
         "rounds 2 3",
         "releases 2 releases for 'train' of 2 steps, each with about 0.5 of the records, noise of 1.94 times the limit",
@@ -392,9 +401,52 @@ def test_the_numbers_of_a_person_at_all_sites_are_sums(tmp_path):
     factor = math.ceil(math.exp(2.5) * 10) / 10
     cases = math.ceil(1000 * (1 + 0.003 * math.exp(-2.5)) / (1 + math.exp(-2.5))) / 10
     assert (
-        "For a person with one record at each of the 3 sites the budgets add up to epsilon 2.5, delta 0.003: at most "
-        f"{factor} times as likely, except with probability 1 in 333, and right guesses in at most {cases} of 100"
+        "For a person with one record at each of the 3 sites, in all plans of this node, the budgets add up to epsilon "
+        f"2.5, delta 0.003: at most {factor} times as likely, except with probability 1 in 333, and right "
+        f"guesses in at most {cases} of 100"
     ) in words_of(shown(cork, terms, tmp_path))
+
+
+def test_the_budgets_of_all_sites_in_all_plans_are_added_up(tmp_path):
+    (cork, dijon, essen), first = of_tables(tmp_path, privacy={"epsilon": [0.5, 1, 1]})
+    who = "A person with one record at every site of every plan here (budgets added up)"
+    assert who not in words_of(shown(cork, first, tmp_path)), "section 4 has the numbers"
+    accept(cork, first)
+    second = of_sites((cork, dijon, essen), tmp_path, privacy={"epsilon": [0.25, 0.25, 0.5]})
+    factor, cases = math.ceil(math.exp(3.5) * 10) / 10, math.ceil(1000 / (1 + math.exp(-3.5))) / 10
+    page = words_of(shown(cork, second, tmp_path))
+    assert f"{who} {factor} 1 in 166 {cases} of 100 cases 3.5 0.006 Your limit is" in page
+    assert "In all plans" not in page and "at each of the 3 sites the budgets add up to epsilon 1, delta 0.003" in page
+    cork.withdraw(digest(first))  # nothing was sent: the budget of Cork is free again
+    assert f"{who} 20.1 1 in 200 95.3 of 100 cases 3 0.005 Your limit is" in words_of(shown(cork, second, tmp_path))
+    (cork.plan_folder(digest(first)) / "plan.json").unlink()
+    page = words_of(shown(cork, second, tmp_path))
+    assert f"{who} not known: a plan.json is missing or changed" in page
+
+
+def test_a_contact_that_is_gone_is_a_change(tmp_path):
+    first, state = planned(tmp_path), state_of(tmp_path, 0, key=None)
+    page = words_of(shown(state, first, tmp_path, "--contact", "study office"))
+    assert "the contact has CONFIG, the configuration of the run" in page
+    accept(state, first)
+    page = words_of(shown(state, dataclasses.replace(first, run="0" * 32), tmp_path))
+    assert "only the name of the run and the contact differs." in page and "contact study office none" in page
+    assert "the operator asks the server for CONFIG, the configuration of the run" in page
+    assert "options of the model. Who is held out" in words_of(shown(state, planned(tmp_path, rounds=3), tmp_path))
+
+
+def test_receivers_and_files_are_those_of_the_plan(tmp_path):
+    personal = {"name": "logistic", "personal_input": True}
+    page = words_of(shown(state_of(tmp_path, 0, key=None), with_options(planned(tmp_path), model=personal), tmp_path))
+    assert "last replies, and the personal parameters of the model without noise delete" in page
+    assert "the other sites models, and with the plan" in page and "two sites" not in page
+    assert "the data protection officer this page by the program: records, exact scores the server" in page
+    own = with_options(planned(tmp_path), model={"class_path": "own.Net"})
+    page = words_of(shown(state_of(tmp_path / "own", 0, key=None), own, tmp_path))
+    assert "last replies, and, if the class of the model has personal parameters, these without noise delete" in page
+    two = planned(tmp_path, privacy={"epsilon": [1, 4]}, clients={"count": 2})
+    page = words_of(shown(state_of(tmp_path / "two", 0, key=None, sites=2), two, tmp_path))
+    assert "the other sites models (with two sites, they tell what this site sent), and with the plan" in page
 
 
 def test_a_remainder_is_rounded_down_and_factors_can_be_checked():
@@ -519,6 +571,7 @@ def test_the_page_is_completed_after_the_run_and_what_may_be_deleted_may(tmp_pat
     nodes, terms, options = federation(tmp_path)
     state = nodes[0].state
     before = words_of(shown(state, terms, tmp_path))
+    assert "0 of 2 planned releases were made. Not all are made: keep the files of section 7" in before
     today = date.today().isoformat()
     assert f"This site accepted this plan on {today}." in before and "0 of 2 planned releases were made." in before
     loop_over(options, Sites(terms, tuple(node.handle for node in nodes))).run()
@@ -527,10 +580,13 @@ def test_the_page_is_completed_after_the_run_and_what_may_be_deleted_may(tmp_pat
     for page in (completed, after):
         assert (
             f"2 of 2 planned releases were made, the last on {today}: 6 noised gradient steps in 2 releases. They cost "
-            "epsilon 4, delta 0.001." in page
+            "epsilon 4, delta 0.001. All are made: once the server has ended the run, files that section 7 keeps until "
+            "the study has ended may be deleted. Nothing is deleted by itself." in page
         )
+        assert "are on the page that was signed before acceptance" in page and "signature: ____" not in page
         assert "this site sends in this run" in page and "a later edition of the one before acceptance" in page
-    assert completed == after, "no exact score is in it"
+    fits = " This site has accepted the plan, and it fits the records."
+    assert fits in after and completed == after.replace(fits, ""), "no exact score is in it"
     scores = words_of((folder / "scores.html").read_text())
     kept = read_scores(folder)
     model, constant = (f"{one:.2%}" for one in (kept.score.accuracy, kept.baseline["accuracy"]))
@@ -551,6 +607,11 @@ def test_the_page_is_completed_after_the_run_and_what_may_be_deleted_may(tmp_pat
     assert main(["verify", str(state.path)]) == 0 and main(["status", str(state.path)]) == 0
     assert "finished: 2 of 2 releases paid" in capsys.readouterr().out
     assert ledger_command([str(folder), "--export", str(tmp_path / "events.json")]) == 0
+    (receipt,) = [one for client, one in read_receipts(Path(options.output_dir)).items() if client == 0]
+    assert f"compare the chain {receipt.ledger.chain} with" in capsys.readouterr().out, "receipts.json has it"
+    file = folder / "ledger.jsonl"
+    file.write_text(file.read_text().replace("train", "trein", 1))
+    assert main(["verify", str(state.path)]) == 2, "a later change is found"
 
 
 # ---- nothing of a plan is opened, imported or run before it is accepted

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import dpfl_lightning
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import shortened
+from dpfl_lightning.errors import UserError, require, shortened
 from dpfl_lightning.privacy.accounting.accountant import exact_sum
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
@@ -51,8 +51,8 @@ _MOST_CHANGES = 30  # in the table
 _SHOWN = 200  # characters of a text of the server in a table
 _TEST_KEY = "Not for this node: its noise follows from a test key, so that nobody is protected."
 _NO_CONTACT = (
-    "No contact for questions about this study was named. Before you sign, ask the operator for one, or write it into "
-    "section 8."
+    "No contact for questions about this study was named.",
+    " Before you sign, ask the operator for one, or write it into section 8.",
 )
 #: options of a plan that other rows of the comparison state
 _STATED = "rounds", "privacy.epsilon", "privacy.delta"
@@ -108,11 +108,11 @@ def site_plan(
     planned, plan = cost_of(terms, client), terms.plan
     cost = planned.guarantee
     reserved = plans.get(hashed)
-    since, changes = _changes(state, terms, client)
     strategies = ", ".join(name.partition(" ")[2] for name in plan.strategies)
     others = [_row(terms, other) for other in range(len(terms.sites)) if other != client]
     stated = len(others) > _MOST_SITES
     asked = contact or state.contact(hashed)
+    since, changes = _changes(state, terms, client, asked)
     clipped = f"each {cost.unit}'s gradient"
     if cost.unit == "person":
         clipped += f", the mean over at most {settings.rows_per_person} of the person's rows,"
@@ -126,7 +126,7 @@ def site_plan(
         stage=_stage(reserved),
         warning=_TEST_KEY if settings.test_key is not None else "",
         contact=f"Contact for questions about this study: {asked}." if asked else "",
-        no_contact="" if asked else _NO_CONTACT,
+        no_contact="" if asked else _NO_CONTACT[0] + _NO_CONTACT[1] * (reserved is None),
         guarantee=cost,
         data=(
             ("Training", counts.training if counts else counted(planned.num_records, cost.unit)),
@@ -139,12 +139,14 @@ def site_plan(
         server_words=[*map(server_words, [f"This run uses {strategies}.", *plan.caveats])],
         others=others[:_MOST_SITES],
         more_others=f"{len(others) - _MOST_SITES:,} more are in the plan. " if stated else "",
-        everywhere=_everywhere(terms) if others else "",
+        everywhere=_everywhere(terms, alone=not plans.keys() - {hashed}) if others else "",
         uncovered=_uncovered(planned, counts, tables=bool(state.site().schema.get("columns"))),
-        totals=_totals(state, hashed, Reservation(cost.epsilon, cost.delta, client, 0), limits),
+        totals=_totals(state, hashed, Reservation(cost.epsilon, cost.delta, client, 0), limits, terms),
         since=since,
         changes=changes,
-        files=_files(bool(state.site().schema.get("person"))),
+        files=_files(bool(state.site().schema.get("person")), _personal(plan.options.get("model"))),
+        num_sites=len(terms.sites),
+        holds_out=counts is None or bool(counts.held_out),
         num_records=planned.num_records,
         run=f"{terms.run}, of {counted(len(terms.sites), 'site')}, at most {counted(plan.rounds, 'round')}; "
         f"{clipped} is clipped to {plan.settings[client].clip_norm:g}",
@@ -203,12 +205,12 @@ def _budget(terms: Terms, client: int) -> tuple[float, float]:
     return min(terms.plan.schedule.clients[client].target_epsilon, settings.epsilon), settings.delta
 
 
-def _everywhere(terms: Terms) -> str:
-    """Return in words what is promised to a person who is at all sites of a plan."""
+def _everywhere(terms: Terms, alone: bool) -> str:
+    """Return in words what is promised to a person at all sites of a plan; `alone` if the node has no other plan."""
     budgets = [_budget(terms, client) for client in range(len(terms.sites))]
     epsilon, delta = (exact_sum([budget[place] for budget in budgets]) for place in (0, 1))
     rows = "one record" if privacy_of(terms)["unit"] == "record" else "rows"
-    who = f"For a person with {rows} at each of the {len(budgets)} sites"
+    who = f"For a person with {rows} at each of the {len(budgets)} sites{', in all plans of this node,' * alone}"
     if not math.isfinite(epsilon):
         return f"{who} there is no bound."
     odds, cost = Odds.of(epsilon, delta, DIGITS), _in_words(epsilon, delta)
@@ -269,7 +271,8 @@ def _uncovered(planned: ClientPlan, counts: Counts | None, tables: bool) -> list
         EXACT_SCORES: ("exact scores on held-out records", "no: only noisy counts, which the promise covers"),
         NOT_COVERED[1]: (
             f"the number of {cost.unit}s in training, and all options",
-            f"yes: {number}, exactly; nothing protects but that it is one number of all; options hold no data",
+            f"yes: {number}, exactly: who knows all other {cost.unit}s can count, and so knows whether this one is "
+            "in the data; options hold no data",
         ),
         NOT_COVERED[2]: (
             "how records were prepared before",
@@ -287,7 +290,9 @@ def _uncovered(planned: ClientPlan, counts: Counts | None, tables: bool) -> list
     return [known.get(gap, (gap, "-")) for gap in cost.not_covered if gap not in cost.caveats]
 
 
-def _totals(state: StateFolder, plan: str, planned: Reservation, limits: tuple[float, float]) -> list[tuple[str, ...]]:
+def _totals(
+    state: StateFolder, plan: str, planned: Reservation, limits: tuple[float, float], terms: Terms
+) -> list[tuple[str, ...]]:
     """Return what the plans of a node cost together, without and with this one, and what the limits leave."""
     accepted = state.plans()
     this, more = (accepted[plan], ()) if plan in accepted else (planned, (planned,))
@@ -305,7 +310,34 @@ def _totals(state: StateFolder, plan: str, planned: Reservation, limits: tuple[f
         (f"{together} (this plan counted)", *_cost(*state.reserved(*more))),
         ("Your limit", *_cost(*limits)),
         (after, *rest),
+        *_everywhere_ever(state, plan, terms),
     ]
+
+
+def _everywhere_ever(state: StateFolder, this: str, terms: Terms) -> list[tuple[str, ...]]:
+    """Return what all sites of all accepted plans and of this one may spend on one who is at each.
+
+    None if there is no other plan, see `_everywhere`, or no other site.
+    """
+    rows = "one record" if privacy_of(terms)["unit"] == "record" else "rows"
+    who = f"A person with {rows} at every site of every plan here (budgets added up)"
+    accepted, budgets, alone = state.plans(), list[tuple[float, float]](), True
+    if not accepted.keys() - {this}:
+        return []
+    try:
+        for plan in {**accepted, this: None}:
+            one = terms if plan == this else state.terms(plan)
+            require(wire.digest(one) == plan, "PLAN", "have its hash", "another one")
+            unused = plan in accepted and accepted[plan].withdrawn and not accepted[plan].epsilon
+            own = client_of(one, state.settings().name) if unused else None
+            budgets += [_budget(one, client) for client in range(len(one.sites)) if client != own]
+            alone = alone and len(one.sites) == 1
+    except UserError:  # a file of an accepted plan is gone or damaged
+        return [(who, "not known: a plan.json is missing or changed", "", "", "", "")]
+    epsilon, delta = (exact_sum([budget[place] for budget in budgets]) for place in (0, 1))
+    if not math.isfinite(epsilon):
+        return [(who, "no bound", "", "", "", "")]
+    return [] if alone else [(who, *_cost(epsilon, delta))]
 
 
 def _cost(epsilon: float, delta: float) -> tuple[str, ...]:
@@ -314,7 +346,15 @@ def _cost(epsilon: float, delta: float) -> tuple[str, ...]:
     return odds.factor, odds.exception, odds.guesses, at_most(epsilon), without_exponents(at_most(delta))
 
 
-def _files(of_persons: bool) -> list[tuple[str, str, str, str]]:
+def _personal(model: Any) -> str:
+    """Return in words what kept releases have of a personalised model, if the plan may have one."""
+    given: Mapping[str, Any] = model if isinstance(model, Mapping) else {}
+    if given.get("class_path") is not None:
+        return ", and, if the class of the model has personal parameters, these without noise"
+    return ", and the personal parameters of the model without noise" * bool(given.get("personal_input"))
+
+
+def _files(of_persons: bool, personal: str) -> list[tuple[str, str, str, str]]:
     """Return where a node leaves which files, what of one person they have, and whether to keep or delete each."""
     folder, node, account = "folder of the plan", "folder of the node", AccountFile(users_file())
     ended, ids = "delete once the study has ended", " and of up to 256 ids" * of_persons
@@ -336,8 +376,8 @@ def _files(of_persons: bool) -> list[tuple[str, str, str, str]]:
         (
             folder,
             "data_key, releases/",
-            "who has the key and all other training records can test a guess of one on ledger.jsonl; last replies, and "
-            "of a personalised model parts without noise",
+            "who has the key and all other training records can test a guess of one on ledger.jsonl; last replies"
+            f"{personal}",
             ended,
         ),
         (
@@ -346,7 +386,12 @@ def _files(of_persons: bool) -> list[tuple[str, str, str, str]]:
             "one fingerprint of all training records, which tells nothing without data_key",
             "keep while plans may be accepted on these records: it shows what was spent",
         ),
-        (node, "node.json, node.key, site.json", "nothing", keep),
+        (
+            node,
+            "node.json, node.key, site.json",
+            "nothing; node.json is this site's configuration, with the seed",
+            keep,
+        ),
         (node, "serving.lock, socket", "nothing", "delete while the node is not running"),
         (
             "the account of the user who runs the node",
@@ -362,16 +407,29 @@ def _spent(state: StateFolder, plan: str) -> str:
     folder, schedule = state.plan_folder(plan), state.terms(plan).plan.schedule.clients[state.plans()[plan].client]
     paid, planned = state.released(plan), sum(schedule.releases)
     words = f"{paid} of {counted(planned, 'planned release')} were made"
+    if state.plans()[plan].withdrawn:
+        ended = "As the site has withdrawn, files that section 7 keeps until the study has ended may be deleted now."
+    elif paid >= planned:
+        ended = (
+            "All are made: once the server has ended the run, files that section 7 keeps until the study has ended may "
+            "be deleted."
+        )
+    else:
+        ended = (
+            "Not all are made: keep the files of section 7, unless the operator of the server says that the study has "
+            "ended."
+        )
+    ended += " Nothing is deleted by itself."
     if not paid:
-        return f"{words}."
+        return f"{words}. {ended}"
     if files := kept_releases(folder):
         words += f", the last on {date.fromtimestamp(files[-1].stat().st_mtime).isoformat()}"
     spent = max(read([folder / "ledger.jsonl"]).paid, key=lambda total: total.epsilon)
     sent = "; ".join(released_words([charge.event for charge in read_ledger(folder / "ledger.jsonl")]))
-    return f"{words}: {sent}. They cost {_in_words(spent.epsilon, spent.delta)}."
+    return f"{words}: {sent}. They cost {_in_words(spent.epsilon, spent.delta)}. {ended}"
 
 
-def _changes(state: StateFolder, terms: Terms, client: int) -> tuple[str, list[tuple[str, str, str]]]:
+def _changes(state: StateFolder, terms: Terms, client: int, contact: str) -> tuple[str, list[tuple[str, str, str]]]:
     """Return in words with which plan this one is compared, and what differs: (what, in that plan, in this one)."""
     this = wire.digest(terms)
     files = [file for file in state.path.glob("plans/*/plan.json") if file.parent.name != this]
@@ -382,19 +440,25 @@ def _changes(state: StateFolder, terms: Terms, client: int) -> tuple[str, list[t
         return "This is the first plan at this node.", []
     last = max(before, key=lambda file: file.stat().st_mtime)
     old = read_terms(last)
-    one, other = _compared(old, client_of(old, state.settings().name)), _compared(terms, client)
+    before_site = client_of(old, state.settings().name)
+    site = terms.sites[client] if this in state.plans() else state.site()
+    one = _compared(old, before_site, old.sites[before_site], state.contact(last.parent.name))
+    other = _compared(terms, client, site, contact)
     both = [*dict.fromkeys([*one, *other])]
     changes = [(what, one.get(what, "-"), other.get(what, "-")) for what in both if one.get(what) != other.get(what)]
     compared = f"Compared with the plan {last.parent.name[:12]}, which this node accepted last"
     if wire.digest(dataclasses.replace(terms, run=old.run)) == wire.digest(old):
-        return f"{compared}, only the name of the run differs.", []
+        return f"{compared}, only the name of the run{' and the contact' * bool(changes)} differs.", changes
     costs = [cost_of(plan, client_of(plan, state.settings().name)).guarantee.epsilon for plan in (old, terms)]
     compared += f", this one costs {_times(*costs)}."
     more = f" {counted(len(changes) - _MOST_CHANGES, 'further point')} differ, too." * (len(changes) > _MOST_CHANGES)
     if not changes:
         compared += " No option differs, but facts about sites or the code of a strategy do."
     same = [what for what in both if one.get(what) == other.get(what) and not what.startswith("option ")]
-    return f"{compared}{more} The same are: {', '.join(same) or 'none of the other points'}.", changes[:_MOST_CHANGES]
+    if not any(what.startswith("option model.") or what == "option model" for what, *_ in changes):
+        same.append("options of the model")
+    rule = "Who is held out follows from section 2, which no plan changes; how many were then is not recorded."
+    return f"{compared}{more} The same are: {', '.join(same)}. {rule}", changes[:_MOST_CHANGES]
 
 
 def _times(before: float, now: float) -> str:
@@ -407,7 +471,7 @@ def _times(before: float, now: float) -> str:
     return {"1": "as much", "2": "twice as much", "0.5": "half as much"}.get(ratio, f"{ratio} times as much")
 
 
-def _compared(terms: Terms, client: int) -> dict[str, str]:
+def _compared(terms: Terms, client: int, site: Site, contact: str) -> dict[str, str]:
     """Return what of a plan is compared with another one, as texts; options, which the server wrote, as literals."""
     plan, schedule, unit = terms.plan, terms.plan.schedule.clients[client], privacy_of(terms)["unit"]
     others = [_row(terms, other) for other in range(len(terms.sites)) if other != client]
@@ -419,6 +483,9 @@ def _compared(terms: Terms, client: int) -> dict[str, str]:
     return {
         "budget": _row(terms, client)[2],
         f"number of {unit}s in training": _row(terms, client)[1],
+        "columns": _columns(site),
+        "label": _label(site),
+        "contact": contact or "none",
         "rounds": str(plan.rounds),
         "releases": "; ".join(_line_words(line, unit) for line in schedule.planned),
         f"limit of the part of one {unit}": f"{plan.settings[client].clip_norm:g}",
