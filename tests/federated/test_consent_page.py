@@ -103,7 +103,7 @@ def hospitals(tmp_path_factory):
 
 #: what a data protection officer asks, and the sentence of the page that answers it
 QUESTIONS = {
-    "who sees what": "the server, which is not trusted every noisy update of this site, its name, its number of "
+    "who sees what": "the server, which is not trusted every noisy update of this site, with a signed receipt, its name, its number of "
     "records for training, names, scales and classes of columns as the study states them, its budget, that it takes "
     "part, and when it answers records, noise, exact scores, anything before noise was added",
     "what leaves without the promise": "the number of records in training, and all options yes: 480 records, exactly: "
@@ -583,7 +583,7 @@ def test_the_page_is_completed_after_the_run_and_what_may_be_deleted_may(tmp_pat
             "epsilon 4, delta 0.001. All are made: once the server has ended the run, files that section 7 keeps until "
             "the study has ended may be deleted. Nothing is deleted by itself." in page
         )
-        assert "are on the page that was signed before acceptance" in page and "signature: ____" not in page
+        assert "belong on the page that was signed before acceptance" in page and "signature: ____" not in page
         assert "this site sends in this run" in page and "a later edition of the one before acceptance" in page
     fits = " This site has accepted the plan, and it fits the records."
     assert fits in after and completed == after.replace(fits, ""), "no exact score is in it"
