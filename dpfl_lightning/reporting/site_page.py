@@ -114,7 +114,8 @@ class SitePlan:
             (
                 "the server, which is not trusted",
                 f"every noisy update of this site, with a signed receipt, its name, its number of {self.unit}s for "
-                "training, names, scales and classes of columns as the study states them, its budget, that it takes part, and when it answers",
+                "training, names, scales and classes of columns as the study states them, its budget, that it takes "
+                "part, and when it answers",
                 "records, noise, exact scores, anything before noise was added",
             ),
             *(others,) * (self.num_sites > 1),

@@ -103,9 +103,9 @@ def hospitals(tmp_path_factory):
 
 #: what a data protection officer asks, and the sentence of the page that answers it
 QUESTIONS = {
-    "who sees what": "the server, which is not trusted every noisy update of this site, with a signed receipt, its name, "
-    "its number of records for training, names, scales and classes of columns as the study states them, its budget, that it takes "
-    "part, and when it answers records, noise, exact scores, anything before noise was added",
+    "who sees what": "the server, which is not trusted every noisy update of this site, with a signed receipt, its "
+    "name, its number of records for training, names, scales and classes of columns as the study states them, its "
+    "budget, that it takes part, and when it answers records, noise, exact scores, anything before noise was added",
     "what leaves without the promise": "the number of records in training, and all options yes: 480 records, exactly: "
     "who knows all other records can count, and so knows whether this one is in the data; options hold no data",
     "no contradiction": "whether a record is in its data is protected, except against who can count (section 3)",
