@@ -224,3 +224,22 @@ def test_what_a_derivative_reads_in_a_batch_is_no_influence(product):
     x, y = torch.randn(9, 3, 4), torch.zeros(9).long()
     each, zeros = ClipRequest(1.0, group=torch.arange(9), num_groups=9), torch.cat([x[:8], torch.zeros(1, 3, 4)])
     assert torch.equal(*(clipped_sum(params, some, y, each)[0][:8] for some in (x, zeros)))
+
+
+class Attending(nn.Module):
+    """Attention drops numbers in training, which the passes whose sizes are checked do not."""
+
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.2, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 1), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.encoder(x[:, None].repeat(1, 4, 1)).mean(1))
+
+
+def test_a_model_with_dropout_in_its_attention_runs_under_vmap():
+    net = Attending()
+    clipped_sum, reason = clipped_sum_for(net, None, X[:0], Y[:0])
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    assert reason.startswith("vmap: ") and clipped_sum(params, X, Y, ClipRequest(1.0))[0].isfinite().all()

@@ -204,6 +204,8 @@ def _refused_draws(clipped_sum: CheckedSum) -> str:
     used = clipped_sum.kind(net, clipped_sum._sample_loss, SIZES[0])
     if isinstance(used, FastClippedSum):
         return ""
+    if isinstance(used, TappedSum):
+        used.known = None  # with its draws it may call other operators, in wide passes
     try:
         with generators_kept(net), tensors_restored(net):
             used(moved_parameters(net), x, y, ClipRequest(1.0))
