@@ -442,16 +442,14 @@ def _note_collections(value: Any, seen: Walk, depth: int = 0) -> None:
     if depth > _MOST_LEVELS or not isinstance(value, (*_COLLECTIONS, tuple, Mapping)) or len(value) > _MOST_ENTRIES:
         return
     seen.kept.append(value)
-    if isinstance(value, Mapping):
-        seen.parts((id(value), "entries"), lambda: itertools.chain.from_iterable(_items(value)))
-        entries: Iterable[Any] = itertools.chain.from_iterable(_items(value))
-    elif isinstance(value, set | frozenset):
-        seen.parts((id(value), "entries"), lambda: sorted(value, key=id))
-        entries = value
-    else:
-        seen.parts((id(value), "entries"), lambda: value)
-        entries = value
-    for one in entries:
+
+    def entries() -> Iterable[Any]:
+        if isinstance(value, Mapping):
+            return itertools.chain.from_iterable(_items(value))
+        return sorted(value, key=id) if isinstance(value, set | frozenset) else value
+
+    seen.parts((id(value), "entries"), entries)
+    for one in entries():
         if type(one) not in _TEXTUAL:
             _note_collections(one, seen, depth + 1)
 
