@@ -255,8 +255,7 @@ class FastClippedSum:
         for name, call in watch.calls.items():
             dy = [watch.dys[name]] if name in watch.dys else []
             if any(a.shape[:1] != (rows,) for a in (*call.inputs, *dy)):
-                without = f"the inputs and outputs of `{name}` do not have one row for each record"
-                raise Unsupported(without, self._names[call.unit.module])
+                raise Unsupported(f"the inputs and outputs of `{name}` do not have one row for each record")
 
     @contextmanager
     def _watched(self, wanted: Params) -> Iterator[_Watch]:
@@ -265,7 +264,7 @@ class FastClippedSum:
         A layer with a tapped forward pass computes that. A convolution on a CPU gets a special backward pass, and a
         stage that it begins is computed as one layer.
         """
-        watch = _Watch(self.units_of, self._names, self.sparse, wanted)
+        watch = _Watch(self.units_of, self.sparse, wanted)
         with contextlib.ExitStack() as stack:
             stack.callback(watch.begin, 0)  # its edges and the graph refer to each other
             if self.channels_last:  # before there are hooks
@@ -288,10 +287,8 @@ class _Watch:
     the gradients of outputs, `grads` those of `wanted` parameters that a convolution has computed itself.
     """
 
-    def __init__(
-        self, units: Mapping[str, Unit], names: Mapping[nn.Module, str], sparse: Collection[str], wanted: Params
-    ) -> None:
-        self.units, self.names, self.sparse, self.wanted = units, names, sparse, wanted
+    def __init__(self, units: Mapping[str, Unit], sparse: Collection[str], wanted: Params) -> None:
+        self.units, self.sparse, self.wanted = units, sparse, wanted
         self.anchor = torch.zeros((), requires_grad=True)
         self.begin(0)
 
@@ -308,7 +305,7 @@ class _Watch:
         """Return the forward pass of a unit that takes notes."""
         module = self.units[name].module
         if forward := tapped_forward(module):
-            return functools.partial(_tapped, name, forward, module, functools.partial(self.tap, name))
+            return functools.partial(forward, module, functools.partial(self.tap, name))
         plain = functools.partial(self.convolve, module) if has_special_backward(module) else module.forward
         return functools.partial(self.noted, name, module, plain)
 
@@ -332,7 +329,7 @@ class _Watch:
 
     def behind(self, name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Tensor) -> Tensor:
         if len(args) != 1 or kwargs or not isinstance(args[0], Tensor) or not isinstance(output, Tensor):
-            raise Unsupported(f"`{name}` gets more than its input", name)
+            raise Unsupported(f"`{name}` gets more than its input")
         rule, inputs = rule_of(module), (args[0],)
         assert rule is not None  # there are no other units
         self._note(name, self.units[name], rule, inputs)
@@ -342,7 +339,7 @@ class _Watch:
 
     def _note(self, name: str, unit: Unit, rule: Rule, inputs: Inputs) -> None:
         if name in self.calls:
-            raise Unsupported(f"`{name}` is used twice in one forward pass", self.names[unit.module])
+            raise Unsupported(f"`{name}` is used twice in one forward pass")
         # the graph would cause a reference cycle
         self.calls[name] = Call(unit, rule, tuple(a.detach() for a in inputs))
 
@@ -365,13 +362,6 @@ class _Watch:
             return (dx,)
 
         return _Seam.apply(output.detach(), self.anchor, special_backward, *inputs)
-
-
-def _tapped(name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    try:
-        return forward(*args, **kwargs)
-    except Unsupported as error:
-        raise Unsupported(str(error), error.unit or name) from None
 
 
 def _suits_channels_last(net: nn.Module) -> bool:

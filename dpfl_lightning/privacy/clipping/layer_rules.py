@@ -29,11 +29,7 @@ CUDA_GRID = 65_535
 
 
 class Unsupported(Exception):
-    """The fast pass does not support the model; the message says why, and `unit` names the module whose rule fails."""
-
-    def __init__(self, message: str, unit: str | None = None) -> None:
-        super().__init__(message)
-        self.unit = unit
+    """The fast pass does not support the model; the message says why."""
 
 
 class Grads(ABC):
