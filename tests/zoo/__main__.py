@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from zoo.models import ZOO  # noqa: E402
+from zoo.everything import ZOO  # noqa: E402
 from zoo.packages import missing  # noqa: E402
 from zoo.page import PAGE, page  # noqa: E402
 

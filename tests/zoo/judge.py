@@ -101,7 +101,7 @@ def apart(actual: Tensor, expected: Tensor) -> float:
 def judged(entry: Entry, seed: int = 0) -> Verdict:
     """Judge a model of the zoo on records of its own, in float64 where it can compute in it."""
     torch.manual_seed(seed)
-    model = without_draws(entry.build())
+    model = without_draws(entry.private())
     x, y = entry.records(RECORDS, torch.Generator().manual_seed(seed))
     cause = ""
     for dtype in (torch.float64, torch.float32):

@@ -1,4 +1,4 @@
-"""The zoo: 60 public models, small and with random weights, and records for each. Nothing is downloaded.
+"""60 listed public models, small and with random weights, and records for each. Nothing is downloaded.
 
 A builder imports its library when it is called. It sets sizes alone, so dropout and norms are the library's defaults;
 `from_config` would give the same models as these constructors.
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dpfl_lightning.models import fixed
+
 CLASSES, VOCABULARY, TOKENS, PAD = 3, 96, 12, 1
 Records = tuple[Any, Tensor]  # x: a tensor, a tuple (arguments) or a dictionary (keywords); y: labels
 
@@ -23,7 +25,7 @@ class Entry:
     """A model of `source`. `records(n, generator)` makes n records; `kind` says how labels and outputs are read.
 
     Kinds: "class" (labels [B]), "tokens" ([B, T], -100 is ignored) and "pixels" ([B, ...] for outputs [B, K, ...]).
-    `output`, `loss` and `task` are those of `ClientModule`.
+    `output`, `loss`, `task` and `fix` are those of `ClientModule`.
     """
 
     name: str
@@ -36,6 +38,11 @@ class Entry:
     loss: Callable[[Tensor, Tensor], Tensor] | None = None
     masked: bool = False
     task: str | None = None
+    fix: bool = False
+
+    def private(self) -> nn.Module:
+        """Return the model, with what `fix` replaces."""
+        return fixed(self.build()) if self.fix else self.build()
 
 
 ZOO: dict[str, Entry] = {}
@@ -79,28 +86,31 @@ def scans(side: int, dims: int) -> Callable[[int, torch.Generator], Records]:
     return make
 
 
-def texts(n: int, generator: torch.Generator) -> Records:
-    """Return tokens of different lengths, padded on the right, with their attention mask, and a class for each."""
-    ids = torch.randint(PAD + 1, VOCABULARY, (n, TOKENS), generator=generator)
-    lengths = torch.randint(3, TOKENS + 1, (n,), generator=generator)
-    mask = (torch.arange(TOKENS) < lengths[:, None]).long()
-    ids = ids * mask + PAD * (1 - mask)
-    return {"input_ids": ids, "attention_mask": mask}, labels_of(ids[:, 0].float())
+def words(kind: str, tokens: int, vocabulary: int) -> Callable[[int, torch.Generator], Records]:
+    """Return records of texts of different lengths, padded on the right, with their attention mask.
+
+    Labels are a class of each text ("sequence"), of each token ("tokens"), or the next token ("language"); that of
+    padding is ignored.
+    """
+
+    def make(n: int, generator: torch.Generator) -> Records:
+        ids = torch.randint(PAD + 1, vocabulary, (n, tokens), generator=generator)
+        lengths = torch.randint(3, tokens + 1, (n,), generator=generator)
+        mask = (torch.arange(tokens) < lengths[:, None]).long()
+        ids = ids * mask + PAD * (1 - mask)
+        x = {"input_ids": ids, "attention_mask": mask}
+        if kind == "sequence":
+            return x, labels_of(ids[:, 0].float())
+        if kind == "tokens":
+            return x, torch.where(mask > 0, ids % CLASSES, -100)
+        known = mask.roll(-1, dims=1) * mask
+        known[:, -1] = 0
+        return x, torch.where(known > 0, ids.roll(-1, dims=1), -100)
+
+    return make
 
 
-def tagged_texts(n: int, generator: torch.Generator) -> Records:
-    """Return texts with a class for each token; that of padding is ignored."""
-    x, _ = texts(n, generator)
-    return x, torch.where(x["attention_mask"] > 0, x["input_ids"] % CLASSES, -100)
-
-
-def continued_texts(n: int, generator: torch.Generator) -> Records:
-    """Return texts with the next token as the label of each."""
-    x, _ = texts(n, generator)
-    after = x["input_ids"].roll(-1, dims=1)
-    known = x["attention_mask"].roll(-1, dims=1) * x["attention_mask"]
-    known[:, -1] = 0
-    return x, torch.where(known > 0, after, -100)
+texts, tagged_texts, continued_texts = (words(kind, TOKENS, VOCABULARY) for kind in ("sequence", "tokens", "language"))
 
 
 def sound(samples: int) -> Callable[[int, torch.Generator], Records]:

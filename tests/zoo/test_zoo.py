@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 from zoo import trial
 from zoo.__main__ import RESULTS
+from zoo.everything import ZOO
 from zoo.judge import judged
-from zoo.models import ZOO, Entry, labels_of, rows
+from zoo.models import Entry, labels_of, rows
 from zoo.packages import missing
 from zoo.page import PAGE, kind_of, page
 
