@@ -42,6 +42,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import ByName, Dense, Grads, Ou
 from dpfl_lightning.privacy.clipping.operator_rules import argument_names, operator_gradients
 from dpfl_lightning.privacy.clipping.passes import Batch, Checksums, checksums, passes
 from dpfl_lightning.privacy.clipping.reads import READS, place_of_code
+from dpfl_lightning.privacy.clipping.recurrent import STEPS
 from dpfl_lightning.privacy.clipping.reference import (
     DEFAULT_SIZE,
     ClipRequest,
@@ -141,7 +142,7 @@ class TappedCalls(WatchedCalls):
         if func is F.one_hot and is_batched(args[0]):
             return self._one_hot(*args, **kwargs)
         if func in _STEPS and isinstance(args[2], list | tuple):  # no packed sequence
-            return self._recurrent(_STEPS[func], *args, **kwargs)
+            return self._recurrent(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:  # its calls are seen, too
             with self:
                 return _attention(*args, **kwargs)
@@ -204,7 +205,7 @@ class TappedCalls(WatchedCalls):
 
     def _recurrent(
         self,
-        step: Callable[..., tuple[Tensor, ...]],
+        func: Any,
         x: Tensor,
         states: Any,
         weights: Sequence[Tensor],
@@ -215,9 +216,9 @@ class TappedCalls(WatchedCalls):
         bidirectional: bool,
         batch_first: bool,
     ) -> tuple[Tensor, ...]:
-        """Do what torch's recurrent layers do, whose kernels have no rules for `vmap`, step by step: x is `[1, T, I]`.
+        """Do what torch's recurrent layers do, whose kernels have no rules for `vmap`: x is `[N, T, I]`.
 
-        The maps of inputs and of hidden states are operators with a rule.
+        The maps of inputs and of hidden states are operators with a rule. Steps are taken at once or one by one.
         """
         each, last = 4 if has_biases else 2, list[tuple[Tensor, ...]]()
         if len(weights) != each * num_layers * (1 + bidirectional):
@@ -230,16 +231,44 @@ class TappedCalls(WatchedCalls):
                 number = len(last)
                 w_in, w_hidden, *biases = weights[each * number : each * (number + 1)]
                 b_in, b_hidden = biases or (None, None)
-                state, steps = tuple(one[number] for one in given), []
+                state, steps = tuple(one[number] for one in given), list[Tensor]()
                 inputs = self.compute(F.linear, (x.flip(1) if backwards else x, w_in, b_in), {})
-                for part in inputs.unbind(1):
-                    state = step(part, self.compute(F.linear, (state[0], w_hidden, b_hidden), {}), *state)
-                    steps.append(state[0])
-                output = torch.stack(steps[::-1] if backwards else steps, dim=1)
+                if (found := self._all_steps(func, inputs, state, w_hidden, b_hidden)) is not None:
+                    output, state = found
+                    output = output.flip(1) if backwards else output
+                else:
+                    for part in inputs.unbind(1):
+                        hidden = self.compute(F.linear, (state[0], w_hidden, b_hidden), {})
+                        state = _STEPS[func](part, hidden, *state)
+                        steps.append(state[0])
+                    output = torch.stack(steps[::-1] if backwards else steps, dim=1)
                 outputs.append(output)
                 last.append(state)
             x = torch.cat(outputs, dim=2)
         return x if batch_first else x.transpose(0, 1), *(torch.stack(parts) for parts in zip(*last, strict=True))
+
+    def _all_steps(
+        self, func: Any, inputs: Tensor, state: tuple[Tensor, ...], weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return outputs `[N, T, H]` and the last state, with a tap for the hidden part; None for single steps.
+
+        Those are for weights that are no parameters but computed, and where derivatives of derivatives are asked for.
+        """
+        given = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        own = {argument: self._names[id(one)] for argument, one in given.items() if id(one) in self._names}
+        known = len(own) == len(given) and self.tapping and functorch.maybe_current_level() == self._level
+        named = {"input": state[0], **given}
+        if func not in STEPS or not known or not _fits(F.linear, named, own, self._params):
+            return None
+        values = {argument: self._params[name] for argument, name in own.items()}
+        zero = self._anchor.to(inputs).expand(inputs.transpose(0, 1).shape)
+        steps = inputs.transpose(0, 1), zero, *state, values["weight"], values.get("bias")
+        output, *rest = STEPS[func].apply(*steps)
+        last, hiddens = (output[-1], *rest[: len(state) - 1]), self.bare(rest[len(state) - 1])
+        uses = {argument: (name, values[argument]) for argument, name in own.items()}
+        self.taps.append(Tap(F.linear, hiddens[:, :-1], {}, uses, hiddens._version))
+        self.edges.append(get_gradient_edge(zero))
+        return output.transpose(0, 1), last
 
     def differ(self) -> Tensor:
         """Return which records `[B]` have given others than the public numbers, so far."""
@@ -431,7 +460,16 @@ class TappedSum:
         """
         for tapping in (True, False):
             self._calls.tapping = tapping
-            direct, taps = self._differentiated(params, wanted, *tree_map(lambda part: part.clone(), (x, y)))
+            given = tree_map(lambda part: part.clone(), (x, y))
+            try:
+                direct, taps = self._differentiated(params, wanted, *given)
+            except Exception:  # perhaps of steps of a recurrent layer, which have one derivative
+                if not (tapping and self._calls.untapped):
+                    raise
+                direct, taps = {}, []
+            if self._calls.untapped and tapping:
+                self._require_nothing_kept()
+                continue
             self._calls.require_no_error()
             self._watch.check()
             changed = self._before.changed()
@@ -444,7 +482,7 @@ class TappedSum:
                     self.known.add(self._calls.forward)
                 elif self._calls.forward not in self.known:
                     raise OtherOperators
-            if not self._calls.untapped and all(tap.x._version == tap.version for tap, _ in taps):
+            if all(tap.x._version == tap.version for tap, _ in taps):
                 break
         return self._joined(direct, taps, wanted)
 

@@ -52,9 +52,14 @@ def _of_function(interpreter: Any, function: Any, *operands: Any, **options: Any
     It has a rule of its own, or its code runs on the records of a pass at once, where no mode watches it. It stands in
     torch's table, so that it sees those that run in a backward pass, too.
     """
-    if _watched and not _is_torchs(function):
+    own = any(function is one for one in OWN_FUNCTIONS)  # a metaclass may say that it equals another
+    if _watched and not (own or _is_torchs(function)):
         raise LeftVmap(f"`{function.__name__}` is a function of autograd that sees all records of a pass")
     return _by_torch(interpreter, function, *operands, **options)
+
+
+#: functions of autograd of this package, whose rules for `vmap` keep records apart
+OWN_FUNCTIONS = list[type[torch.autograd.Function]]()
 
 
 def _is_torchs(function: Any) -> bool:
