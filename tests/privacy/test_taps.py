@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, cross_entropy_of
 from dpfl_lightning.privacy.clipping.taps import TappedSum
 
@@ -311,3 +312,61 @@ def test_only_the_uses_of_a_parameter_that_a_rule_covers_are_tapped(kind, tapped
     clipped_sum(dict(net.named_parameters()), x, torch.arange(RECORDS) % 3, ClipRequest(1.0))
     assert ("first.bias" in clipped_sum.tapped) == (tapped and kind is not Scaled)
     assert ("first.weight" in clipped_sum.direct) == (kind in (Regularised, Nested, Scaled))
+
+
+class Writing(Small):
+    """Each way in which code writes a record's numbers, or draws, into a new tensor."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def hidden(self, x):
+        hidden = self.first(x)
+        if self.way == "rows":
+            made = torch.zeros(len(x), 6, dtype=x.dtype)
+            made[:, 1:] = hidden[:, 1:]
+            return made
+        if self.way == "places":
+            made = torch.ones(len(x), 6, dtype=x.dtype)
+            made[torch.arange(len(x)), (x[:, 0] > 0).long()] = 0.5
+            return hidden * made
+        if self.way == "mask":
+            hidden[x > 0.3] = 0.0
+            return hidden
+        if self.way == "mask of rows":
+            hidden = hidden.clone()
+            hidden[x[:, 0] > 0.3] = 2
+            return hidden
+        if self.way == "like":
+            made = torch.zeros_like(self.scale.expand(len(x), 6))
+            made += hidden
+            return made
+        made = torch.empty(len(x), 1, dtype=x.dtype).bernoulli_(1.0)
+        return hidden / made
+
+
+@pytest.mark.parametrize("way", ["rows", "places", "mask", "mask of rows", "like", "draws"])
+def test_records_write_into_constants_of_their_own(way):
+    torch.manual_seed(0)
+    net, y, x = Writing(way).double(), torch.arange(RECORDS) % 3, numbers(6)
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    request = ClipRequest(math.inf, 2, torch.arange(RECORDS), RECORDS)
+    expected, _ = LoopClippedSum(net, cross_entropy_of(net))(params, x, y, request)
+    actual, _ = TappedSum(net, cross_entropy_of(net), SIZE, own_constants=True)(params, x, y, request)
+    assert (actual - expected).norm(dim=1).le(1e-6 * expected.norm(dim=1)).all()
+    assert clipped_sum_for(net.float(), None, x.float(), y)[1].startswith("vmap")
+
+
+def test_draws_into_a_constant_are_those_of_each_record():
+    class Dropping(Small):
+        def hidden(self, x):
+            return self.first(x) * torch.zeros(len(x), 1).bernoulli_(0.5)
+
+    torch.manual_seed(0)
+    net = Dropping()
+    params, x = {name: p.detach() for name, p in net.named_parameters()}, torch.ones(64, 6)
+    request = ClipRequest(math.inf, 2, torch.arange(64), 64)
+    sums, _ = TappedSum(net, cross_entropy_of(net), 32, own_constants=True)(params, x, torch.zeros(64).long(), request)
+    dropped = int((sums == sums[sums.norm(dim=1).argmin()]).all(dim=1).sum())
+    assert 16 < dropped < 48

@@ -19,7 +19,7 @@ CLIENTS, BATCH, ROUNDS = {"berlin": 24, "oslo": 16}, 8, 2
 EPSILON, DELTA = 8.0, 1e-3
 TOLERANCE = 1e-4  # of gradients and clipped sums, relative; a float32 model has few more digits
 COMPANY = 1e-5  # of a record's gradient in another place or other company
-STEP = 0.01  # norm of a step that should lower a loss
+STEPS = (0.1, 0.01, 0.001)  # norms of steps, of which one should lower a loss
 UNCLIPPED = 1e12  # a norm that no gradient has
 TIMED, REPEATS = 16, 15
 
@@ -127,35 +127,37 @@ def _compared(entry: Entry, federated: FederatedLoop) -> dict[str, Any]:
     alone = torch.cat([_gradients(engine.clipped_sum, params, of_rows(few, row), few_y[row]) for row in rows])
     others = (reverse, among, alone)
     return {
-        "falls": _falls(entry, net, engine.clipped_sum, params, few, few_y),
+        "falls": _falls(entry, engine.clipped_sum, few, few_y),
         "error": min(errors),
         "company": max(apart(one, ours) for one in others),
         "same_bits": all(torch.equal(one, ours) for one in others),
     }
 
 
-def _falls(
-    entry: Entry, net: nn.Module, clipped_sum: ClippedSum, params: Params, x: Any, y: Tensor, steps: int = 10
-) -> bool:
-    """Return whether short steps along clipped sums, without noise, lower the mean loss of some records."""
+def _falls(entry: Entry, clipped_sum: ClippedSum, x: Any, y: Tensor, steps: int = 10) -> bool:
+    """Return whether steps along clipped sums, without noise, lower the mean loss of some records from the start on."""
+    torch.manual_seed(0)
     model = without_draws(entry.private())
-    model.load_state_dict(net.state_dict())
-    own = {name: p.clone() for name, p in params.items()}
-    trained = dict(model.named_parameters())
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    start = {name: p.detach().clone() for name, p in trained.items()}
 
-    def loss() -> float:
-        with torch.no_grad():
-            for name, p in own.items():
-                trained[name].copy_(p)
-            return float(losses_of(entry, model, x, y).mean())
+    @torch.no_grad()
+    def loss(params: Params) -> float:
+        for name, p in params.items():
+            trained[name].copy_(p)
+        return float(losses_of(entry, model, x, y).mean())
 
-    before = loss()
-    for _ in range(steps):
-        direction = clipped_sum(own, x, y, ClipRequest(1.0))[0][0].clone()
-        direction *= STEP / float(direction.norm() + 1e-12)
-        for p, part in zip(own.values(), direction.split([p.numel() for p in own.values()]), strict=True):
-            p -= part.view_as(p).to(p)
-    return loss() < before
+    def loss_after(size: float) -> float:
+        own = {name: p.clone() for name, p in start.items()}
+        for _ in range(steps):
+            direction = clipped_sum(own, x, y, ClipRequest(1.0))[0][0].clone()
+            direction *= size / float(direction.norm() + 1e-12)
+            for p, part in zip(own.values(), direction.split([p.numel() for p in own.values()]), strict=True):
+                p -= part.view_as(p).to(p)
+        return loss(own)
+
+    before = loss(start)
+    return any(loss_after(size) < before for size in STEPS)
 
 
 def _plain(entry: Entry, net: nn.Module, x: Any, y: Tensor, dtype: torch.dtype) -> Tensor | None:

@@ -47,11 +47,13 @@ from dpfl_lightning.privacy.clipping.trial_records import (
     moved_parameters,
     passes_of,
 )
+from dpfl_lightning.privacy.clipping.watched import LeftVmap
 from dpfl_lightning.runtime.threads import one_thread_an_operator
 
 _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
 _COPIES = 32  # of a public record that show whether code decides by random numbers
 _TURNS = 3  # of public records of all kinds that show what code reads
+_OTHERS = 4  # one of so many records may differ from the most frequent script; how many do is private
 _MOST_SCRIPTS = 4  # ways through a model that records take together
 _MOST_BY_VMAP = 1 << 19  # parameters without a rule: of more the loop is as fast, and of these up to 8 times slower
 
@@ -92,7 +94,8 @@ class CheckedSum:
             used = self._checked[size, wide] = self.kind(self.net, self._sample_loss, size)
             if isinstance(used, TappedSum):
                 used.known = None if wide else used.known
-                used.size_of_few = self._size(1.0, wide) if len(used.scripts) > 1 else size
+                few = None if expected is None else max(1.0, expected / _OTHERS)
+                used.size_of_few = self._size(few, wide) if len(used.scripts) > 1 else size
         return self._checked[size, wide]
 
     def _size(self, expected: float | None, wide: bool) -> int:
@@ -244,11 +247,12 @@ def _by_taps(
     scripts: Sequence[Script],
     public: Batch,
     known: set[tuple[Hashable, ...]],
+    own_constants: bool,
     net: nn.Module,
     sample_loss: SampleLoss,
     size: int,
 ) -> TappedSum:
-    return TappedSum(net, sample_loss, size, padding, scripts, public, known)
+    return TappedSum(net, sample_loss, size, padding, scripts, public, known, own_constants)
 
 
 def _kind_of(
@@ -289,17 +293,18 @@ def _reads_numbers(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses)
         return True
 
 
-def _by_vmap_if_right(reference: Reference, passes: FixedPasses) -> Kind | None:
+def _by_vmap_if_right(reference: Reference, passes: FixedPasses, own_constants: bool = False) -> Kind | None:
     """Return the sum by `vmap`, with taps if the model lets them be, if it is right; otherwise None.
 
     It is no way for a model that reads other numbers of most public records than those of a few others.
     """
     net, (params, x, y) = reference.net, reference.example
+    sum_of = functools.partial(TappedSum, net, own_constants=own_constants)
     try:
         if leaves_vmap(net, reference.sample_loss):
             return None
-        scripts, rows, _ = _scripts(TappedSum(net, reference.loss, 1), params, x, y)
-        tapped = TappedSum(net, reference.loss, len(y), None, scripts, take((x, y), rows))
+        scripts, rows, _ = _scripts(sum_of(reference.loss, 1), params, x, y)
+        tapped = sum_of(reference.loss, len(y), None, scripts, take((x, y), rows))
         for number in range(len(scripts)):
             one_x, one_y = take((x, y), [0])
             tapped.record_gradients(params, one_x, one_y, 1, number)
@@ -313,15 +318,18 @@ def _by_vmap_if_right(reference: Reference, passes: FixedPasses) -> Kind | None:
             passes.most = min(passes.most, _CPU_NUMBERS // tapped.widest)
             passes.cost = _cost_of_a_pass(reference)
         public = take(passes.examples, [*range(1, 1 + KINDS * (1 if _is_large(passes) else _TURNS))])
-        found, rows, texts = _scripts(TappedSum(net, reference.sample_loss, 1), moved_parameters(net), *public)
+        found, rows, texts = _scripts(sum_of(reference.sample_loss, 1), moved_parameters(net), *public)
         random = [text for row, text in texts.items() if (row + 1) % KINDS < RANDOM_KINDS]
         if 2 * sum(text in {texts[row] for row in rows} for text in random) < len(random):
             return None
-    except Exception:  # a user's forward pass may raise anything under `vmap`
+    except LeftVmap:
         return None
-    if not (tapped.tapped or any(found)):
+    except Exception:  # a user's forward pass may raise anything under `vmap`, such as what it writes into a constant
+        return None if own_constants else _by_vmap_if_right(reference, passes, own_constants=True)
+    if not (tapped.tapped or any(found) or own_constants):
         return functools.partial(_by_vmap, passes.padding)
-    return functools.partial(_by_taps, passes.padding, found, take(public, rows), set[tuple[Hashable, ...]]())
+    known = set[tuple[Hashable, ...]]()
+    return functools.partial(_by_taps, passes.padding, found, take(public, rows), known, own_constants)
 
 
 def _scripts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import os
 import random
 import sys
@@ -12,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import IOBase
-from operator import attrgetter
 from types import (
     BuiltinMethodType,
     CellType,
@@ -182,7 +182,6 @@ class Walk(dict[int, Any]):
         self._filled = [one for one in self._tables.values() if one]  # the size of an empty one tells all
         self._versions = [one._version for one in self._in_place.values()]
         self._objects = [[*found] for found in self._now()]
-        self._ids = [[*map(id, found)] for found in self._objects]
         return self
 
     def _now(self) -> Iterator[Iterable[object]]:
@@ -195,8 +194,7 @@ class Walk(dict[int, Any]):
         yield chained(map(MappingProxyType.values, spaces))
         yield chained(map(_OF_FUNCTIONS, self._functions.values()))
         yield chained(map(variables.get, those) for variables, those in names)
-        for read in self._parts.values():
-            yield read()
+        yield chained(chained(zip(map(operator.call, self._parts.values()), itertools.repeat(_END))))
 
     @staticmethod
     def _sizes(tables: Iterable[dict[Any, Any]], spaces: Iterable[Any]) -> Iterable[object]:
@@ -208,14 +206,19 @@ class Walk(dict[int, Any]):
         try:
             return (
                 [one._version for one in self._in_place.values()] == self._versions
-                and all([*map(id, found)] == ids for found, ids in zip(self._now(), self._ids, strict=True))
+                and all(map(_are_same, self._now(), self._objects))
                 and all(read() == before for read, before in self._numbers.values())
             )
         except Exception:  # of a user's object; another walk says what is wrong
             return False
 
 
-_OF_FUNCTIONS = attrgetter("__code__", "__closure__", "__defaults__", "__kwdefaults__", "__dict__")
+def _are_same(found: Iterable[object], before: Iterable[object]) -> bool:
+    return all(map(operator.is_, itertools.chain(found, _END), itertools.chain(before, _END)))
+
+
+_END = (object(),)  # of some objects, so that others of another number are not the same
+_OF_FUNCTIONS = operator.attrgetter("__code__", "__closure__", "__defaults__", "__kwdefaults__", "__dict__")
 _NUMBERS: dict[int, int] = {}
 
 
@@ -364,7 +367,8 @@ def _content(value: Any, seen: Walk) -> object:
     if isinstance(value, FunctionType):
         seen.function(value, ())
     else:
-        seen.parts((id(value), "held"), lambda: [type(value), *(getattr(value, name, None) for name in held)])
+        of_value, none = itertools.repeat(value), itertools.repeat(None)
+        seen.parts((id(value), "held"), lambda: [type(value), *map(getattr, of_value, held, none)])
     parts = {name: _content(getattr(value, name, None), seen) for name in held}
     if isinstance(value, FunctionType):
         parts |= _referred(value, seen)

@@ -117,6 +117,7 @@ class TappedCalls(WatchedCalls):
         self.edges: list[GradientEdge] = []  # of their results
         self.untapped = ""  # an operator that needs derivatives of gradients, of which taps have none
         self.tapping = True
+        self.own_constants = False  # whether each record has its own of a new tensor, as code needs that writes into it
         self.forward: tuple[Hashable, ...] = ()  # operators of the forward pass
 
     def begin_pass(self, records: int) -> None:
@@ -124,10 +125,10 @@ class TappedCalls(WatchedCalls):
         self.reads, self._read, self._records = [], [], records
         self.operators, self.forward = [], ()
 
-    def enter_pass(self, params: Params, leaves: Params, anchor: Tensor, level: int) -> None:
-        """Let code see the `leaves` of a level of `grad`, whose values are `params`."""
+    def enter_pass(self, params: Params, leaves: Params, anchor: Tensor, level: int, of_record: Tensor) -> None:
+        """Let code see the `leaves` of a level of `grad`, whose values are `params`; a tensor is `of_record`."""
         self._names = {id(leaf): name for name, leaf in leaves.items()}
-        self._params, self._anchor, self._level = params, anchor, level
+        self._params, self._anchor, self._level, self._of_record = params, anchor, level, of_record
 
     def bare(self, tensor: Tensor) -> Tensor:
         """Return the values of all records, `[B, ...]`, of a tensor of this pass."""
@@ -159,6 +160,11 @@ class TappedCalls(WatchedCalls):
                 return self._tapped(func, args, kwargs, named, own)
         if func in _DIFFERENTIATING:
             self.untapped = func.__name__
+        if func is Tensor.__setitem__ and _fills_by_mask(*args):
+            target, mask, value = args
+            return target.masked_fill_(mask[(...,) + (None,) * (target.dim() - mask.dim())], value)
+        if self.own_constants and func in _CONSTANTS:
+            return self._of_each(func, args, kwargs)
         return super().compute(func, args, kwargs)
 
     def _tapped(self, func: Any, args: Any, kwargs: Any, named: dict[str, Any], own: dict[str, str]) -> Tensor:
@@ -177,6 +183,14 @@ class TappedCalls(WatchedCalls):
         self.taps.append(Tap(func, values, options, uses, values._version))
         self.edges.append(get_gradient_edge(output))
         return output.view(*x.shape[:-1], output.shape[-1]) if wide else output
+
+    def _of_each(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return a new tensor as one of each record, which can write its numbers into it."""
+        found = func(*args, **kwargs)
+        if is_batched(found) or "out" in kwargs:
+            return found
+        own = self._of_record.new_zeros(found.shape, dtype=found.dtype, device=found.device)
+        return own if func in (torch.empty, torch.empty_like) else own + found
 
     def _number(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what a function reads: of the public record."""
@@ -281,6 +295,7 @@ class TappedCalls(WatchedCalls):
         """Forget the tensors of a pass."""
         self.taps, self.edges, self._names = [], [], {}
         self.__dict__.pop("_anchor", None)
+        self.__dict__.pop("_of_record", None)
 
 
 class TappedSum:
@@ -305,6 +320,7 @@ class TappedSum:
         scripts: Sequence[Script] = (),
         public: Batch | None = None,
         known: set[tuple[Hashable, ...]] | None = None,
+        own_constants: bool = False,
     ) -> None:
         require(size >= 1, "size", "be at least 1 record", size)
         self.size, self.padding, self._sample_loss = size, padding, sample_loss
@@ -312,6 +328,7 @@ class TappedSum:
         self.size_of_few = size  # of passes of the records that differ from the first script
         self.known, self._learns = known, False  # sequences of operators for which sizes were checked; None: of all
         self._calls, self._loop = TappedCalls(), LoopClippedSum(net, sample_loss)
+        self._calls.own_constants = own_constants
         self._watch = Watch(owners_of(net, sample_loss), under_vmap=True, calls=self._calls)
         self.direct: set[str] = set()  # parameters that were differentiated directly
         self.tapped: set[str] = set()
@@ -407,7 +424,8 @@ class TappedSum:
         return [norms, *found]
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> TappedSum:
-        copied = TappedSum(net, sample_loss, self.size, self.padding, self.scripts, self.public, self.known)
+        given = self.size, self.padding, self.scripts, self.public, self.known, self._calls.own_constants
+        copied = TappedSum(net, sample_loss, *given)
         copied.size_of_few = self.size_of_few
         return copied
 
@@ -505,7 +523,7 @@ class TappedSum:
                 one_x, one_y, own_anchor = tree_map(lambda one: _wrap_for_grad(one, level), (one_x, one_y, anchor))
                 calls.note(one_x, one_y)
                 leaves = {name: _create_differentiable(_wrap_for_grad(p, level), level) for name, p in params.items()}
-                calls.enter_pass(params, leaves, _create_differentiable(own_anchor, level), level)
+                calls.enter_pass(params, leaves, _create_differentiable(own_anchor, level), level, one_y)
                 with calls:  # until the backward pass is over, too
                     losses = self._sample_loss(leaves, one_x, one_y)
                     require_one_loss(losses)
@@ -586,6 +604,12 @@ _NUMBER: dict[Any, Callable[[Any], Any]] = {
 }
 
 
+def _fills_by_mask(target: Any, index: Any, value: Any) -> bool:
+    """Return whether one number is written where a mask of each record is true, which `vmap` cannot index by."""
+    mask = isinstance(index, Tensor) and index.dtype == torch.bool and is_batched(index)
+    return mask and not (isinstance(value, Tensor) and value.dim())
+
+
 def _different(of_each: Tensor, numbers: Tensor) -> Tensor:
     """Return which rows of `[B, ...]` differ from `numbers` in any bit."""
     rows, one = (part.reshape(len(part), -1).contiguous().view(torch.uint8) for part in (of_each, numbers[None]))
@@ -634,6 +658,8 @@ _TRANSPOSED = frozenset({torch.conv_transpose1d, torch.conv_transpose2d, torch.c
 _PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm})
 _NORMS = frozenset({F.layer_norm, F.group_norm, F.rms_norm})
 _SUMS = frozenset({torch.addmm, Tensor.addmm})
+_LIKE = (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)
+_CONSTANTS = frozenset({torch.zeros, torch.ones, torch.full, torch.empty, *_LIKE})
 #: operators whose rules cover what `_fits` tells
 _OPERATORS = frozenset({F.linear, F.embedding, *_CONVOLUTIONS, *_TRANSPOSED, *_PRODUCTS, *_NORMS, *_SUMS})
 
