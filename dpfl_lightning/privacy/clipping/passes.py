@@ -32,7 +32,7 @@ SIZES = (4, *range(8, 97, 8))  # records of a pass
 PASS_COST = 20.0  # fixed cost of a pass of a small model, in records of padding
 PASS_FLOPS = 8e8  # of products, which take as long as the fixed cost of a pass: 4 and 6 records of two ResNets
 FAILURES = (RuntimeError, ValueError, IndexError, AssertionError)  # with which a user's code may refuse records
-_OF_ANY_WIDTH = 32  # records whose numbers fill whole registers, however many each of them has
+OF_ANY_WIDTH = 32  # records whose numbers fill whole registers, however many each of them has
 _COMPARED = 64  # records of the check of a size, of models that are not large
 _QUANTILES = [NormalDist().inv_cdf((2 * number + 1) / 32) for number in range(16)]
 _COMPANY = (float("nan"), float("inf"), 1e30, 1e-40, 0.0)  # what hostile records are filled with
@@ -223,8 +223,8 @@ class FixedPasses:
         for largest in (fitting, max(self._sizes)):
             with one_thread_an_operator():
                 multiple = multiple_of(self._of_records(rows_of), largest)
-            if multiple and wide and max(self._sizes) >= _OF_ANY_WIDTH:
-                multiple = math.lcm(multiple, _OF_ANY_WIDTH)
+            if multiple and wide and max(self._sizes) >= OF_ANY_WIDTH:
+                multiple = math.lcm(multiple, OF_ANY_WIDTH)
             whole = [size for size in self._sizes if multiple and size % multiple == 0]
             if not whole or whole[0] <= largest:
                 break

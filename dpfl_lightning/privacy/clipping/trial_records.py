@@ -18,7 +18,7 @@ from dpfl_lightning.privacy.clipping.float64_sums import row_norms
 from dpfl_lightning.privacy.clipping.inputs import Block, rows_each, take
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.operations import crowd_of, operations_of
-from dpfl_lightning.privacy.clipping.passes import SIZES, Batch, FixedPasses
+from dpfl_lightning.privacy.clipping.passes import OF_ANY_WIDTH, SIZES, Batch, FixedPasses
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, Params, SampleLoss
 from dpfl_lightning.privacy.clipping.state import tensors_restored
 
@@ -225,6 +225,7 @@ def passes_of(net: nn.Module, sample_loss: SampleLoss, x: Records, y: Tensor) ->
     with suppress(Exception), torch.no_grad(), tensors_restored(net):  # what a user's code raises is raised again
         operations = operations_of(lambda: sample_loss(own, *one))
     fitting = crowd_of(operations // (_QUICKER_ON_A_GPU if some_y.is_cuda else 1))
+    fitting = max(fitting, OF_ANY_WIDTH) if 2 * fitting >= OF_ANY_WIDTH else fitting
     passes = FixedPasses((some_x, some_y), [size for size in SIZES if size <= fitting] or [fitting])
     passes.crowd = crowd_of(operations, sum(p.numel() for p in net.parameters()))
     return passes, trials

@@ -28,7 +28,7 @@ _MOST_NUMBERS = 64  # at once: of two bytes in two registers, or those whose sum
 
 #: operators that move numbers or round once, by which any code gives the same bits
 _EXACT = """
-    _to_copy _unsafe_view abs cat clone constant_pad_nd copy_ embedding empty empty_like
+    _to_copy _unsafe_view abs bernoulli bernoulli_ cat clone constant_pad_nd copy_ embedding empty empty_like
     empty_strided fill_ flip full full_like gather hardtanh index index_put_ index_select leaky_relu
     masked_fill masked_fill_ max max_pool2d_with_indices max_pool2d_with_indices_backward min mse_loss
     mul mul_ neg new_empty new_empty_strided new_full new_ones new_zeros nll_loss_backward nll_loss_forward ones
