@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,9 @@ def main() -> None:
         if absent := missing():
             parser.error(absent)
         with ThreadPoolExecutor(flags.jobs) as pool:
-            for row in pool.map(lambda name: in_process(name, flags.limit), flags.only or ZOO):
+            tried = [pool.submit(in_process, name, flags.limit) for name in flags.only or ZOO]
+            for done in as_completed(tried):  # what is finished is kept, whatever happens to the rest
+                row = done.result()
                 known[row["name"]] = row
                 shown = row.get("engine") or row.get("sentence", "")
                 print(
