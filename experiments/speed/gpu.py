@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,15 +26,18 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.published import BATCH_SIZES
 from dpfl_lightning.errors import require_one_of
 from dpfl_lightning.federated.client.engines.fast import FastEngine
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
+from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, cross_entropy_of
 from dpfl_lightning.privacy.noise import NORMAL, RandomGenerator, Streams, integer_noise
 from dpfl_lightning.runtime.devices import products
 from experiments.attacks.nets import NETS
 from experiments.attacks.search import search
-from experiments.pages import markdown
+from experiments.pages import RESULTS, markdown, written
 from experiments.speed import report
 from experiments.speed.baselines import build_net, our_loop, random_records
 from experiments.speed.cases import CASES, Case
 from experiments.speed.measure import machine, measure
+from experiments.speed.sequence_nets import LSTMClassifier, Transformer
 
 #: largest relative distance of un-noised updates
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-9}
@@ -103,6 +107,68 @@ def company(device: torch.device, tiny: bool, keep: Keep) -> None:
         raise ArithmeticError(f"bits depend on other records for {', '.join(wrong)}")
 
 
+def taps(device: torch.device, tiny: bool, keep: Keep) -> None:
+    """Hold classes with a forward pass of their own, under `vmap` with taps, to the loop on a CPU, and their bits."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(1, 50, (12, 16), generator=generator).float()
+    models: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+        "an LSTM": (lambda: LSTMClassifier(50, 10, 32), words),
+        "a transformer": (lambda: Transformer(50, 10, 16, 32), words),
+        "a residual CNN": (_Residual, torch.randn(12, 3, 16, 16, generator=generator)),
+    }
+    labels, each = torch.arange(12) % 10, torch.arange(12)
+    for name, (build, x) in models.items():
+        torch.manual_seed(0)
+        net = build()
+        params = {key: p.detach() for key, p in net.named_parameters()}
+        request = ClipRequest(1.0, group=each, num_groups=12, expected=12.0)
+        expected = LoopClippedSum(net, cross_entropy_of(net))(params, x, labels, request)[0]
+        net, x, y = net.to(device), x.to(device), labels.to(device)
+        params = {key: p.detach() for key, p in net.named_parameters()}
+        clipped_sum, reason = clipped_sum_for(net, None, x[:1], y[:1])
+        request = dataclasses.replace(request, group=each.to(device))
+        actual = clipped_sum(params, x, y, request)[0].clone()
+        _hold(keep, f"{name} ({reason.partition(':')[0]})", _furthest(actual.cpu(), expected), TOLERANCE[torch.float32])
+        back = clipped_sum(params, x.flip(0), y.flip(0), request)[0].flip(0)
+        if not torch.equal(back, actual):
+            raise ArithmeticError(f"{name}: bits depend on the place of a record")
+
+
+class _Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16)
+        self.second, self.last = nn.Conv2d(16, 16, 3, padding=1), nn.Linear(16, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x)).relu()
+        return self.last((hidden + self.second(hidden)).relu().mean((2, 3)))
+
+
+def whole(device: torch.device, tiny: bool, keep: Keep) -> None:
+    """Run the main job, and ResNet-18 on its images, as a user does; the data set has to be here."""
+    runs = {
+        "main job": ["--config", "fmnist"],
+        "ResNet-18": ["--config", "fmnist", "--model", "resnet18", "--rounds", "2"],
+    }
+    if tiny:
+        runs = {"main job": ["--config", "digits", "--rounds", "2"]}
+    for name, options in runs.items():
+        begun = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "dpfl_lightning.fit", *options, "--engine.device", device.type]
+            done = subprocess.run(
+                [*command, "--output_dir", f"{folder}/run"],
+                capture_output=True,
+                text=True,
+                env={**os.environ, "DPFL_HOME": folder, "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"},
+            )
+        if done.returncode:
+            raise RuntimeError(f"{name}: {done.stderr.strip()[-200:]}")
+        said = [line.strip() for line in done.stdout.splitlines() if "accuracy" in line]
+        keep(**{name: f"{time.monotonic() - begun:.0f} s, {said[-1] if said else 'no accuracy'}"})
+
+
 class _Cast(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -144,14 +210,19 @@ def _measured(name: str, repeats: int) -> Callable[[torch.device, bool, Keep], N
 #: name -> seconds, and what it does: from what is surest to run to what takes longest
 SECTIONS: dict[str, tuple[float, Callable[[torch.device, bool, Keep], None]]] = {
     "correct": (60, correct),
-    "company": (80, company),
-    "common": (80, _measured("common", 2)),
-    "small_clients": (60, _measured("small_clients", 2)),
+    "company": (70, company),
+    "taps": (30, taps),
+    "common": (60, _measured("common", 2)),
+    "small_clients": (40, _measured("small_clients", 2)),
     "resnet18": (30, _measured("resnet18", 3)),
-    "lora": (60, _measured("lora", 2)),
-    "mixed": (80, _measured("mixed", 1)),
+    "lora": (40, _measured("lora", 2)),
+    "mixed": (50, _measured("mixed", 1)),
+    "whole": (100, whole),
 }
 
+
+_OF_CORRECTNESS = ("correct", "company", "taps")
+PAGE = RESULTS / "gpu.md"
 
 # ---- one process a section
 
@@ -161,6 +232,7 @@ def check(argv: Sequence[str], device_of: Callable[[str], torch.device]) -> int:
     parser = argparse.ArgumentParser(prog="python -m experiments.speed gpu", description=__doc__)
     parser.add_argument("--device", default="cuda", help="cuda or cpu (cuda)")
     parser.add_argument("--tiny", action="store_true", help="small rounds, which test the check")
+    parser.add_argument("--save", metavar="FILE", help="keep the figures, and write experiments/results/gpu.md of them")
     parser.add_argument("--section", choices=SECTIONS, help="this section alone, in this process")
     options = parser.parse_args(argv)
     require_one_of(("cpu", "cuda"), "--device", options.device)
@@ -178,8 +250,11 @@ def check(argv: Sequence[str], device_of: Callable[[str], torch.device]) -> int:
         command = [sys.executable, "-m", "experiments.speed", "gpu", *words]
         results[name] = in_process(command, left)
     results["seconds"] = round(time.monotonic() - begun, 1)
-    print(gpu_report(results))
+    print(text := gpu_report(results))
     print(json.dumps(results))
+    if options.save:
+        Path(options.save).write_text(json.dumps(results, indent=1) + "\n")
+        PAGE.write_text(written("Speed on a GPU", f"python -m experiments.speed gpu --save {options.save}", text))
     return status(results)
 
 
@@ -228,10 +303,10 @@ def _say(text: str) -> None:
 def status(results: Mapping[str, Any]) -> int:
     """1 if a correctness section failed, else 0.
 
-    >>> status({"correct": {}, "company": {}, "common": {"failed": "not done after 80 s"}})
+    >>> status({"correct": {}, "company": {}, "taps": {}, "common": {"failed": "not done after 80 s"}})
     0
     """
-    return int(any("failed" in results[name] for name in ("correct", "company")))
+    return int(any("failed" in results[name] for name in _OF_CORRECTNESS))
 
 
 def gpu_report(results: Mapping[str, Any]) -> str:
@@ -245,6 +320,11 @@ def gpu_report(results: Mapping[str, Any]) -> str:
             alone = f"one record at a time: {', '.join(found['alone']) or 'none'}"
             bits = f"{found['models']} models, {found['last_bits']} with other last bits of sums in float64"
             lines.append(f"- company: passed, {bits}; {alone}; {len(found['not_searched'])} nets left out")
+        elif name == "whole":
+            lines.append(f"- whole runs: {'; '.join(f'{one}: {said}' for one, said in found.items())}")
+        elif name == "taps":
+            distances = [value for value in found.values() if isinstance(value, float)]
+            lines.append(f"- taps: passed, {len(distances)} distances of at most {max(distances):.2g}")
         elif name == "correct":
             distances = [value for value in found.values() if isinstance(value, float)]
             tf32 = f"products {found['products']}, TF32 of cuDNN {'on' if found['cudnn_tf32'] else 'off'}"
