@@ -149,7 +149,7 @@ class Checksums:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._tensors = tensors
+        self.tensors = tensors
         parts = defaultdict[int, list[Tensor]](list)
         for one in tensors.values():
             parts[one.untyped_storage()._cdata].append(one)
@@ -157,7 +157,13 @@ class Checksums:
         self._before = self._now()
 
     def _now(self) -> tuple[list[int], list[int]]:
-        return [one._version for one in self._tensors.values()], [*map(checksum, self._read)]
+        return [one._version for one in self.tensors.values()], [*map(checksum, self._read)]
+
+    def again(self, tensors: Mapping[str, Tensor]) -> Checksums:
+        """Return those of these tensors: its own, if they are the same by their versions."""
+        same = [*map(id, tensors.values())] == [*map(id, self.tensors.values())]
+        same = same and [one._version for one in tensors.values()] == self._before[0]
+        return self if same else Checksums(tensors)
 
     def changed(self) -> list[str]:
         """Return the names of tensors that may have changed: all if their vector has."""
@@ -165,9 +171,9 @@ class Checksums:
         if after == self._before:
             return []
         found = [
-            name for name, one, other in zip(self._tensors, versions, self._before[0], strict=True) if one != other
+            name for name, one, other in zip(self.tensors, versions, self._before[0], strict=True) if one != other
         ]
-        return found or [*self._tensors]
+        return found or [*self.tensors]
 
 
 def _as_few(tensors: list[Tensor]) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from dpfl_lightning.errors import require
 from dpfl_lightning.privacy.clipping.float64_sums import kept, one_hot, row_norms, summing_dtype
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
-from dpfl_lightning.privacy.clipping.passes import Batch, checksum, checksums, passes
+from dpfl_lightning.privacy.clipping.passes import Batch, Checksums, checksums, passes
 from dpfl_lightning.privacy.clipping.state import is_large, tensors_restored
 from dpfl_lightning.privacy.clipping.stateless import Held, call, further_names
 from dpfl_lightning.privacy.clipping.watched import OwnDraws, Watch, WatchedCalls, gradients_of
@@ -295,12 +295,12 @@ class LoopClippedSum:
             for _, x_one, y_one in passes(x, y, 1):
                 copies = {name: p if is_large(p) else p.clone() for name, p in params.items()}
                 leaves = {name: p.detach().requires_grad_() for name, p in copies.items()}
-                before = {name: (leaf._version, checksum(leaf)) for name, leaf in leaves.items()}
+                before = Checksums(leaves)
                 draws.next()
                 grads = self._gradients(leaves, request.chosen(leaves), x_one, y_one, watch)
                 draws.end()
                 self.restored = restore()
-                changed = [name for name, leaf in leaves.items() if before[name] != (leaf._version, checksum(leaf))]
+                changed = before.changed()
                 require(not changed, "model", must, ", ".join(changed), advice)
                 watch.check()
                 yield grads

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.privacy.clipping.inputs import Inputs
-from dpfl_lightning.privacy.clipping.passes import checksum
+from dpfl_lightning.privacy.clipping.passes import Checksums
 from dpfl_lightning.privacy.clipping.state import Kept, large_tensors
 
 _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
@@ -322,25 +322,20 @@ class Watch:
             if isinstance(part, nn.RNNBase)
         ]
         self._before: Kept | None = None
-        self._large: dict[int, tuple[Tensor, int, int]] = {}  # with version and checksum
+        self._large = Checksums({})
         self.calls = calls or WatchedCalls(under_vmap)
 
     def begin(self) -> None:
         """Note what is kept before the first pass of a computation: between two, other code may change a model."""
         self.calls.forget()
         self._before = Kept(self._owners) if self._before is None else self._before.again()
-        known, self._large = self._large, {}
-        for one in self._large_tensors().values():
-            before = known.get(id(one))
-            same = before is not None and before[1] == one._version
-            self._large[id(one)] = before if before and same else (one, one._version, checksum(one))
+        self._large = self._large.again(self._large_tensors())
 
     def end(self) -> None:
         """Raise UserError if passes changed a large tensor of the model, which its version may not tell."""
-        for name, one in self._large_tensors().items():
-            before = self._large.get(id(one))
-            must = "leave its tensors as they are in a pass"
-            require(before is not None and checksum(one) == before[2], "model", must, f"another {name}")
+        same = [*map(id, self._large_tensors().values())] == [*map(id, self._large.tensors.values())]
+        changed = self._large.changed() if same else ["other tensors"]
+        require(not changed, "model", "leave its tensors as they are in a pass", f"another {', '.join(changed)}")
 
     def _large_tensors(self) -> dict[str, Tensor]:
         models = (one for one in self._owners if isinstance(one, nn.Module))
