@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from zoo.models import CLASSES, VOCABULARY, Records, add, images, labels_of, series
 
-OWN = "by the tutorials of lightning"
+OWN = "lightning 2.6.6"
 
 
 class Classifier(lightning.LightningModule):

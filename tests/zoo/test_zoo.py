@@ -31,7 +31,7 @@ def test_the_page_is_written_from_the_results():
     results = [json.loads(line) for line in RESULTS.read_text().splitlines()]
     assert PAGE.read_text() == page(results)
     assert [row["name"] for row in results] == list(ZOO)
-    assert len(ZOO) == 60
+    assert len(ZOO) == 100
 
 
 @pytest.mark.parametrize(
