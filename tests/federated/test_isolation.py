@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import random
 from collections import deque
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ import pytest
 import torch
 from conftest import private, small_net
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dpfl_lightning.build import ENGINES
@@ -571,3 +573,53 @@ def test_batch_norm_that_a_callback_switches_to_training_ends_the_run_uncharged(
     with pytest.raises(UserError, match="got BatchNorm1d, which mixes"):
         loop.run()
     assert {charge.round for charge in read_ledger(loop.output_dir / "ledger.jsonl")} == {1}
+
+
+class Checkpointed(nn.Module):
+    """Blocks that are computed again in the backward pass, behind a frozen table."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant, self.table = reentrant, nn.Embedding(11, 6).requires_grad_(False)
+        self.blocks, self.last = nn.ModuleList(nn.Linear(6, 6) for _ in range(2)), nn.Linear(6, 3)
+
+    def forward(self, x):
+        hidden = self.table(x).requires_grad_()
+        for block in self.blocks:
+            hidden = hidden + checkpoint(lambda z, block=block: block(z).tanh(), hidden, use_reentrant=self.reentrant)
+        return self.last(hidden.mean(1))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_whose_gradients_no_one_asks_for_are_refused(reentrant):
+    torch.manual_seed(0)
+    net, x, y = Checkpointed(reentrant), torch.randint(0, 11, (5, 7)), torch.tensor([0, 1, 2, 0, 1])
+    if reentrant:
+        with pytest.raises(UserError, match="use_reentrant=False"):
+            clipped_sum_for(net, None, x[:1], y[:1])
+        return
+    params = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
+    sums = clipped_sum_for(net, None, x[:1], y[:1])[0](params, x, y, ClipRequest(math.inf))[0][0]
+    F.cross_entropy(net(x), y, reduction="sum").backward()
+    expected = torch.cat([net.get_parameter(name).grad.flatten() for name in params])
+    torch.testing.assert_close(sums.float(), expected, rtol=1e-4, atol=1e-6)
+
+
+class Listening(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        hidden.register_hook(lambda grad: 2 * grad)
+        return self.last(hidden)
+
+
+def test_a_hook_that_changes_a_gradient_runs_for_each_record():
+    torch.manual_seed(0)
+    net, x, y = Listening(), torch.randn(5, 6), torch.tensor([0, 1, 2, 0, 1])
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    sums = clipped_sum_for(net, None, x[:1], y[:1])[0](params, x, y, ClipRequest(math.inf))[0][0]
+    F.cross_entropy(net(x), y, reduction="sum").backward()
+    torch.testing.assert_close(sums.float(), torch.cat([p.grad.flatten() for p in net.parameters()]))

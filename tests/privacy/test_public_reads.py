@@ -257,3 +257,61 @@ def test_checks_for_the_memory_of_a_kernel_are_none_that_a_public_record_passes(
     x, y = torch.randn(2, 12, 6), torch.tensor([[1, 2, 3], [1, 100_000, 3]])
     with pytest.raises((UserError, ValueError), match="ctc_loss needs numbers"):
         clipped_sum(module.named_trainable, x, y, ClipRequest(1.0))
+
+
+class Elsewhere(nn.Module):
+    """Weights move the second read of records whose first number is small to another place."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.gate = nn.Linear(6, 40), nn.Linear(40, 3), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if x[0, 0] > -1.5:
+            if hidden[0, 0] > 0:
+                hidden = hidden * 1.5
+        elif self.gate > 5:
+            if x[0, 2] > 0:
+                hidden = hidden * 2
+        elif x[0, 1] > 0:
+            hidden = hidden * 3
+        return self.last(hidden.tanh()) + self.gate * 0
+
+
+def test_a_record_that_takes_another_script_changes_no_bit_of_the_others():
+    torch.manual_seed(0)
+    net, x, y = Elsewhere(), torch.randn(60, 6), torch.randint(0, 3, (60,))
+    x[:, 0], x[:, 1] = x[:, 0].abs() + 0.1, 5
+    clipped_sum, reason = clipped_sum_for(net, None, x[:1] * 0, y[:1])
+    assert reason.startswith("vmap") and len(clipped_sum.choose().scripts) > 1
+    params = {name: p.detach().clone() for name, p in net.named_parameters()}
+    params["gate"].fill_(6.0)
+    params["first.weight"][0] = torch.tensor([0.0, 1, 0, 0, 0, 0])
+    params["first.bias"][0] = -3.0
+    before = gradients(clipped_sum, params, x, y).clone()
+    x[0, 0] = -9.0  # its script has changed with the weights
+    after = gradients(clipped_sum, params, x, y)
+    assert torch.equal(after[1:], before[1:])
+    expected = gradients(LoopClippedSum(net, cross_entropy_of(net)), params, x, y)
+    torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-5)
+
+
+class Listing(Small):
+    """It changes a list of public numbers."""
+
+    def hidden(self, x):
+        found = (x.abs() < 1e20).all(-1).tolist()
+        found.append(True)
+        return self.first(x) * len(found)
+
+
+def test_a_list_of_public_numbers_is_another_one_in_every_pass():
+    torch.manual_seed(0)
+    net = Listing()
+    clipped_sum, reason = clipped_sum_for(net, None, X[:0], Y[:0])
+    assert reason.startswith("vmap")
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    expected = gradients(LoopClippedSum(net, cross_entropy_of(net)), params, X, Y)
+    for _ in range(2):
+        torch.testing.assert_close(gradients(clipped_sum, params, X, Y), expected, rtol=1e-4, atol=1e-5)

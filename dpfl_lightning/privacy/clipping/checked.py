@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -280,8 +281,8 @@ def _kind_of(
             kind, cause = _by_rules_if_right(reference, passes)
         if kind is not None:
             return kind, cause
-        by_vmap = _by_vmap_if_right(reference, passes)
-    return by_vmap, f"{'loop' if by_vmap is None else 'vmap'}: {cause}"
+        by_vmap, stopped = _by_vmap_if_right(reference, passes)
+    return by_vmap, f"vmap: {cause}" if by_vmap is not None else f"loop: {cause}, and under vmap {stopped}"
 
 
 def _reads_numbers(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> bool:
@@ -293,43 +294,55 @@ def _reads_numbers(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses)
         return True
 
 
-def _by_vmap_if_right(reference: Reference, passes: FixedPasses, own_constants: bool = False) -> Kind | None:
-    """Return the sum by `vmap`, with taps if the model lets them be, if it is right; otherwise None.
+def _by_vmap_if_right(
+    reference: Reference, passes: FixedPasses, own_constants: bool = False
+) -> tuple[Kind | None, str]:
+    """Return the sum by `vmap`, with taps if the model lets them be, if it is right; otherwise None, and what it does.
 
     It is no way for a model that reads other numbers of most public records than those of a few others.
     """
     net, (params, x, y) = reference.net, reference.example
+    if operator := leaves_vmap(net, reference.sample_loss):
+        return None, f"`{operator}` sees all records"
     sum_of = functools.partial(TappedSum, net, own_constants=own_constants)
     try:
-        if leaves_vmap(net, reference.sample_loss):
-            return None
         scripts, rows, _ = _scripts(sum_of(reference.loss, 1), params, x, y)
         tapped = sum_of(reference.loss, len(y), None, scripts, take((x, y), rows))
-        for number in range(len(scripts)):
-            one_x, one_y = take((x, y), [0])
-            tapped.record_gradients(params, one_x, one_y, 1, number)
-            if sum(params[name].numel() for name in tapped.direct) > _MOST_BY_VMAP:
-                return None
-            grads, differ = tapped.record_gradients(params, x, y, len(y), number)
-            norms = {order: _norms(grads, order) for order in (2, 1)}
-            if reference.without(differ).wrong_parameter(_in_turn(grads, params, len(y)), norms) is not None:
-                return None
-        if not _is_large(passes) and y.device.type == "cpu":
-            passes.most = min(passes.most, _CPU_NUMBERS // tapped.widest)
-            passes.cost = _cost_of_a_pass(reference)
+        if wrong := _wrong_by_taps(reference, tapped):
+            return None, wrong
         public = take(passes.examples, [*range(1, 1 + KINDS * (1 if _is_large(passes) else _TURNS))])
         found, rows, texts = _scripts(sum_of(reference.sample_loss, 1), moved_parameters(net), *public)
-        random = [text for row, text in texts.items() if (row + 1) % KINDS < RANDOM_KINDS]
-        if 2 * sum(text in {texts[row] for row in rows} for text in random) < len(random):
-            return None
-    except LeftVmap:
-        return None
-    except Exception:  # a user's forward pass may raise anything under `vmap`, such as what it writes into a constant
-        return None if own_constants else _by_vmap_if_right(reference, passes, own_constants=True)
+    except LeftVmap as error:
+        return None, f"{error}"
+    except Exception as error:  # a user's forward pass may raise anything, such as where it writes into a constant
+        found_later, later = (None, "") if own_constants else _by_vmap_if_right(reference, passes, own_constants=True)
+        return found_later, later or f"raises {type(error).__name__}: {shortened(_first_line(error), 100)}"
+    random = [text for row, text in texts.items() if (row + 1) % KINDS < RANDOM_KINDS]
+    if 2 * sum(text in {texts[row] for row in rows} for text in random) < len(random):
+        return None, "it reads other numbers of most records"
+    if not _is_large(passes) and y.device.type == "cpu":
+        passes.most = min(passes.most, _CPU_NUMBERS // tapped.widest)
+        passes.cost = _cost_of_a_pass(reference)
     if not (tapped.tapped or any(found) or own_constants):
-        return functools.partial(_by_vmap, passes.padding)
+        return functools.partial(_by_vmap, passes.padding), ""
     known = set[tuple[Hashable, ...]]()
-    return functools.partial(_by_taps, passes.padding, found, take(public, rows), known, own_constants)
+    return functools.partial(_by_taps, passes.padding, found, take(public, rows), known, own_constants), ""
+
+
+def _wrong_by_taps(reference: Reference, tapped: TappedSum) -> str:
+    """Return what is wrong with gradients by taps, in words; "" if nothing is."""
+    params, x, y = reference.example
+    for number in range(len(tapped.scripts)):
+        one_x, one_y = take((x, y), [0])
+        tapped.record_gradients(params, one_x, one_y, 1, number)
+        if sum(params[name].numel() for name in tapped.direct) > _MOST_BY_VMAP:
+            return "too many parameters have no rule"
+        grads, differ = tapped.record_gradients(params, x, y, len(y), number)
+        norms = {order: _norms(grads, order) for order in (2, 1)}
+        wrong = reference.without(differ).wrong_parameter(_in_turn(grads, params, len(y)), norms)
+        if wrong is not None:
+            return f"the gradient of `{wrong}` is another one"
+    return ""
 
 
 def _scripts(
@@ -420,8 +433,9 @@ def _changed_in_a_pass(
     a pass changes parameters or numbers that the model keeps, and what it raises in the loop.
     """
     params = moved_parameters(net) if reference is None else reference.example[0]
-    with tensors_restored(net):  # UserError if it leaves others in the places of parameters
-        sample_loss(params, *take(passes.examples, [0]))
+    leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
+    with torch.enable_grad(), tensors_restored(net):  # UserError if it leaves others in the places of parameters
+        _require_one_backward_pass(sample_loss(leaves, *take(passes.examples, [0])))
     device, large = passes.examples[1].device, large_tensors(net).values()
     clipped_sum, drawn = LoopClippedSum(net, sample_loss), _generator_state(device)
 
@@ -450,6 +464,20 @@ def _changed_in_a_pass(
             "for a count"
         )
     return next(iter(clipped_sum.restored), "")
+
+
+def _require_one_backward_pass(losses: Tensor) -> None:
+    """Raise UserError if a part of a model has a backward pass of its own, whose gradients no one would ask for."""
+    waiting, seen = [losses.grad_fn], set[Any]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [one for one, _ in node.next_functions]
+        advice = "Its gradients would be 0. Set use_reentrant=False; in transformers, of gradient_checkpointing_kwargs."
+        got, must = "torch.utils.checkpoint with use_reentrant=True", "be differentiated as a whole"
+        require(node.name() != "CheckpointFunctionBackward", "model", must, got, advice)
 
 
 def _generator_state(device: torch.device) -> Tensor:

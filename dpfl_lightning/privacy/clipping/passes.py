@@ -170,9 +170,7 @@ class Checksums:
         versions, _ = after = self._now()
         if after == self._before:
             return []
-        found = [
-            name for name, one, other in zip(self.tensors, versions, self._before[0], strict=True) if one != other
-        ]
+        found = [name for name, one, other in zip(self.tensors, versions, self._before[0], strict=True) if one != other]
         return found or [*self.tensors]
 
 

@@ -11,6 +11,7 @@ Records that differ go on with the script of another public record, and at last 
 
 from __future__ import annotations
 
+import copy
 import functools
 import operator
 from collections import defaultdict
@@ -208,7 +209,7 @@ class TappedCalls(WatchedCalls):
             raise OtherReads(f"`{place[0]}` reads a number ({place[1]})")
         else:
             self.reads.append(self.script[len(self._read) - 1])
-        return self.reads[-1].value
+        return copy.deepcopy(self.reads[-1].value)  # a list is the caller's
 
     def _one_hot(self, ids: Tensor, num_classes: int = -1) -> Tensor:
         """Do what `F.one_hot` does, which reads the largest of its numbers."""
@@ -338,7 +339,7 @@ class TappedSum:
     @torch.no_grad()
     def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         params = {name: p.detach() for name, p in params.items()}
-        with suppress(OtherReads):  # with these weights
+        with suppress(OtherReads):  # of all records with these weights: the first script is that of the first pass
             return self._clipped(params, x, y, request, self.scripts)
         self._require_nothing_kept()
         return self._clipped(params, x, y, request, self.scripts_of(params, self._public(x, y)))
@@ -355,7 +356,17 @@ class TappedSum:
             for rows, some_x, some_y in passes(batch_x, batch_y, size, self.padding):
                 places, count = left[rows], rows.stop - rows.start
                 filled = count if y.device.type == "cpu" else len(some_y)  # a GPU adds by the number of rows
-                by_name, differ = self._gradients(params, wanted, some_x, some_y, filled, script, number)
+                found = None
+                try:
+                    found = self._gradients(params, wanted, some_x, some_y, filled, script, number)
+                except (OtherReads, OtherOperators):
+                    if number == 0:
+                        raise
+                if found is None:  # only records that differ come here: of the others nothing may follow from it
+                    self._require_nothing_kept()
+                    others.append(places)
+                    continue
+                by_name, differ = found
                 grads = ChunkGradients(by_name, request.order)
                 require_proved(len(y), size, grads.terms)
                 of_pass = grads.norms()
