@@ -623,3 +623,97 @@ def test_a_hook_that_changes_a_gradient_runs_for_each_record():
     sums = clipped_sum_for(net, None, x[:1], y[:1])[0](params, x, y, ClipRequest(math.inf))[0][0]
     F.cross_entropy(net(x), y, reduction="sum").backward()
     torch.testing.assert_close(sums.float(), torch.cat([p.grad.flatten() for p in net.parameters()]))
+
+
+class Named(list):
+    pass
+
+
+_count = [0]
+
+
+def counted():
+    _count[0] += 1
+    return float(_count[0])
+
+
+BY_NAME = {"counted": counted}
+
+
+def drawn_by_numpy():
+    import numpy
+
+    return float(numpy.random.rand())
+
+
+BY_NAME["drawn"] = drawn_by_numpy
+
+
+class Hiding(nn.Module):
+    """Weights turn on one of many ways to keep a number of passes, or of a record."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.first, self.cells = way, nn.Linear(6, 8), nn.LSTM(8, 8, batch_first=True)
+        self.tail, self.last = nn.Sequential(nn.Tanh(), nn.Identity()), nn.Linear(8, 3)
+        self.gate, self.frozen = nn.Parameter(torch.zeros(())), nn.Linear(2, 2).requires_grad_(False)
+        self.register_buffer("table", torch.zeros(3))
+        self.constant, self.entries = torch.zeros(2), Named()
+
+    def kept(self, x):
+        one = {
+            "table": self.table,
+            "constant": self.constant,
+            "frozen": self.frozen.weight,
+            "entries": self.entries,
+            "hooks": self.first._forward_hooks,
+            "class": type(self),
+            "method": type(self).forward,
+            "cells": self.cells,
+        }.get(self.way)
+        name = "_flat_weight_sum" if self.way == "cells" else "noted"
+        if one is not None:
+            setattr(one, name, getattr(one, name, 0.0) + 1)
+            return getattr(one, name)
+        if self.way in BY_NAME:
+            return BY_NAME[self.way]()
+        if self.way in ("_parameters", "_buffers", "_modules"):
+            names = getattr(self.first, self.way)
+            names[f"one of {len(names)}"] = None
+            return float(len(names))
+        if self.way == "order":
+            parts = self.tail._modules
+            parts["0"] = parts.pop("0")
+            return float([*parts].index("0"))
+        if self.way == "document":
+            type(self).__doc__ = f"{type(self).__doc__}."
+            return float(len(type(self).__doc__))
+        if self.way == "special":
+            type(self).__noted__ = getattr(type(self), "__noted__", 0.0) + 1
+            return type(self).__noted__
+        type(self).kept.__name__ = f"{type(self).kept.__name__}_"
+        return float(len(type(self).kept.__name__))
+
+    def forward(self, x):
+        number = self.kept(x) if self.gate > 5 else 1.0
+        return self.last(self.tail(self.cells(self.first(x)[:, None])[0][:, 0])) * number + self.gate * 0
+
+
+WAYS = "table constant frozen entries hooks class method cells counted drawn _parameters _buffers _modules order"
+
+
+@pytest.mark.parametrize("way", [*WAYS.split(), "document", "special", "name"])
+def test_what_weights_turn_on_keeps_nothing(way):
+    torch.manual_seed(0)
+    kind = type("Kind", (Hiding,), {"forward": lambda self, x: Hiding.forward(self, x), "__doc__": ""})
+    net, x, y = kind(way), torch.randn(40, 6), torch.arange(40) % 3
+    clipped_sum, reason = clipped_sum_for(net, None, x[:1] * 0, y[:1])
+    assert reason.startswith("vmap")
+    params = {name: p.detach().clone() for name, p in net.named_parameters() if p.requires_grad}
+    params["gate"].fill_(6.0)
+    name = Hiding.kept.__name__
+    try:
+        with pytest.raises(UserError, match="`model` must keep nothing of a pass"):
+            clipped_sum(params, x, y, ClipRequest(1.0))
+    finally:
+        Hiding.kept.__name__ = name

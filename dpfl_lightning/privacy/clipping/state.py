@@ -153,7 +153,11 @@ class Walk(dict[int, Any]):
         self._in_place: dict[int, Tensor] = {}  # of which versions are compared
 
     def table(self, table: dict[Any, Any]) -> None:
+        """Note a dictionary, and attributes of a subclass."""
         self._tables[id(table)] = table
+        own = getattr(table, "__dict__", None)
+        if type(own) is dict:
+            self._tables[id(own)] = own
 
     def space(self, kind: type) -> None:
         self._spaces[id(kind)] = vars(kind)
@@ -165,6 +169,13 @@ class Walk(dict[int, Any]):
     def parts(self, key: object, read: Callable[[], Iterable[object]]) -> None:
         """Note what returns the parts of an object, always in the same order."""
         self._parts.setdefault(key, read)
+
+    def tensors(self, tensors: Sequence[Tensor]) -> None:
+        """Note what tensors have beside their numbers."""
+        for one in tensors:
+            self.table(vars(one))
+        chained = itertools.chain.from_iterable
+        self.parts(("tensors", len(self._parts)), lambda: chained(map(_OF_TENSORS, tensors)))
 
     def number(self, key: object, read: Callable[[], T]) -> T:
         """Return what `read` returns, which can be compared."""
@@ -218,7 +229,9 @@ def _are_same(found: Iterable[object], before: Iterable[object]) -> bool:
 
 
 _END = (object(),)  # of some objects, so that others of another number are not the same
-_OF_FUNCTIONS = operator.attrgetter("__code__", "__closure__", "__defaults__", "__kwdefaults__", "__dict__")
+_OF_TENSORS = operator.attrgetter("requires_grad", "grad", "_backward_hooks")
+_NAMED = ("__name__", "__qualname__", "__doc__", "__module__")
+_OF_FUNCTIONS = operator.attrgetter("__code__", "__closure__", "__defaults__", "__kwdefaults__", "__dict__", *_NAMED)
 _NUMBERS: dict[int, int] = {}
 
 
@@ -267,22 +280,31 @@ class Kept:
             for name, table in vars(module).items():
                 if isinstance(table, dict) and (name in _OF_TORCH or name.endswith("_hooks")):
                     seen.table(table)
-            if any(name.startswith("_flat_weight") for name in vars(module)):
+            if isinstance(module, nn.RNNBase):
                 seen.parts((id(module), "attributes"), functools.partial(_attributes, module))
             else:
                 seen.table(vars(module))
         found: dict[str, object] = {}
+        tensors = [one for part in modules for one in (*part._parameters.values(), *part._buffers.values())]
+        seen.tensors([one for one in tensors if one is not None])
         for name, part in parts:
             if not isinstance(part, nn.Module):
                 found[getattr(part, "__name__", type(part).__name__)] = _content(part, seen)
                 continue
             prefix = f"{name}." if name else ""
+            found[f"{prefix}names"] = (*part._parameters, None, *part._buffers, None, *part._modules)
+            for key, one in (*part._parameters.items(), *part._buffers.items()):
+                if one is not None:
+                    found[f"{prefix}{key} as an object"] = _as_an_object(one, seen)
+            for key, one in vars(part).items():
+                if key.endswith("_hooks") and getattr(one, "__dict__", None):
+                    found[f"{prefix}{key} as an object"] = _content(vars(one), seen)
             found |= {f"{prefix}{key}": _content(one, seen) for key, one in part._buffers.items() if one is not None}
             if type(part).__module__.startswith("torch.nn.modules."):
                 found[f"{prefix}attributes"] = [
                     (key, _content(one, seen) if isinstance(one, _COLLECTIONS) and key not in _OF_TORCH else one)
                     for key, one in vars(part).items()
-                    if not key.startswith("_flat_weight") and not key.endswith("_hooks")
+                    if not (isinstance(part, nn.RNNBase) and key in _MADE_ANEW) and not key.endswith("_hooks")
                 ]
                 hooks = {key: one for key, one in vars(part).items() if key.endswith("_hooks") and one}
                 found |= {f"{prefix}{key}": _content(one, seen) for key, one in hooks.items()}
@@ -294,12 +316,18 @@ class Kept:
 
 
 _OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
+_MADE_ANEW = frozenset({"_flat_weights", "_flat_weight_refs"})  # of recurrent layers, by `Watch.check` after each pass
 _COLLECTIONS = (list, dict, set, deque, bytearray, np.ndarray, SimpleNamespace)
 
 
 def _large(part: nn.Module) -> list[Tensor]:
     parameters = (one for one in part._parameters.values() if one is not None)
     return [*parameters, *(one for one in part._buffers.values() if one is not None and is_large(one))]
+
+
+def _as_an_object(tensor: Tensor, seen: Walk) -> object:
+    """Return what a tensor has beside its numbers."""
+    return tensor.requires_grad, id(tensor.grad), id(tensor._backward_hooks), _content(vars(tensor), seen)
 
 
 def _alike(before: object, after: object) -> bool:
@@ -316,7 +344,7 @@ def _alike(before: object, after: object) -> bool:
 def _attributes(part: nn.Module) -> list[object]:
     """Return the names and attributes of a module, but for what a layer makes anew in each pass."""
     attributes = vars(part)
-    names = [name for name in attributes if not name.startswith("_flat_weight")]
+    names = [name for name in attributes if name not in _MADE_ANEW]
     return [*names, *map(attributes.__getitem__, names)]
 
 
@@ -328,7 +356,8 @@ def _content(value: Any, seen: Walk) -> object:
         if id(value) in seen:
             return seen.version(value)
         seen.kept.append(value)
-        return seen.number(id(value), functools.partial(_numbers, value))
+        seen.tensors([value])
+        return seen.number(id(value), functools.partial(_numbers, value)), _as_an_object(value, seen)
     state, held = _kind(type(value))
     if state is not None:
         seen.kept.append(value)
@@ -349,14 +378,14 @@ def _content(value: Any, seen: Walk) -> object:
             seen.table(value)
         else:
             seen.parts(id(value), lambda: itertools.chain.from_iterable(_items(value)))
-        return tuple((repr(key), _content(one, seen)) for key, one in _items(value))
+        return *((repr(key), _content(one, seen)) for key, one in _items(value)), _of_subclass(value, seen)
     if isinstance(value, list | tuple | deque | np.ndarray):
         if not isinstance(value, tuple):
             seen.parts(id(value), lambda: value)
-        return tuple(_content(one, seen) for one in value)
+        return *(_content(one, seen) for one in value), _of_subclass(value, seen)
     if isinstance(value, set | frozenset):
         seen.parts(id(value), lambda: sorted(value, key=id))
-        return tuple(sorted(str(_content(one, seen)) for one in value))
+        return *sorted(str(_content(one, seen)) for one in value), _of_subclass(value, seen)
     if (
         isinstance(value, Iterator)
         and not isinstance(value, IOBase)
@@ -371,8 +400,14 @@ def _content(value: Any, seen: Walk) -> object:
         seen.parts((id(value), "held"), lambda: [type(value), *map(getattr, of_value, held, none)])
     parts = {name: _content(getattr(value, name, None), seen) for name in held}
     if isinstance(value, FunctionType):
-        parts |= _referred(value, seen)
+        parts |= {f"its {name}": repr(getattr(value, name)) for name in _NAMED} | _referred(value, seen)
     return type(value), tuple(parts.items()), _content(_of_class(type(value), seen), seen)
+
+
+def _of_subclass(value: Any, seen: Walk) -> object:
+    """Return the attributes of a collection, which instances of a subclass have."""
+    own = getattr(value, "__dict__", None)
+    return _content(own, seen) if type(own) is dict else None
 
 
 _TEXTUAL = frozenset({str, bytes, int, bool, float, complex})
@@ -414,7 +449,7 @@ def _referred(function: FunctionType, seen: Walk) -> dict[str, object]:
     names, globals_ = _names_of(function.__code__), function.__globals__
     seen.function(function, names)
     for name in names:
-        value = globals_.get(name)
+        value = globals_[name] if name in globals_ else sys.modules.get(name) if name in _OF_MODULES else None
         if isinstance(value, ModuleType):
             if (state := _OF_MODULES.get(value.__name__)) is not None:
                 found[name] = seen.number(value.__name__, state)
@@ -431,9 +466,15 @@ def _referred(function: FunctionType, seen: Walk) -> dict[str, object]:
         elif value is None or type(value) in _TEXTUAL:
             found[name] = repr(value)  # another one would be another object
         elif not isinstance(value, FunctionType | type | nn.Module):
-            found[name] = _numbers_in(value)
+            found[name] = _numbers_in(value), *(_content(one, seen) for one in _functions_in(value))
             _note_collections(value, seen)
     return found
+
+
+def _functions_in(value: Any) -> Iterator[FunctionType]:
+    """Yield the functions in a collection of a file."""
+    if isinstance(value, dict | list | tuple | set | frozenset) and len(value) <= _MOST_ENTRIES:
+        yield from (one for one in (value.values() if isinstance(value, dict) else value) if type(one) is FunctionType)
 
 
 def _note_collections(value: Any, seen: Walk, depth: int = 0) -> None:
@@ -552,7 +593,21 @@ def _of_class(kind: type, seen: Walk) -> dict[str, Any]:
     users = [one for one in reversed(kind.__mro__) if one.__module__.partition(".")[0] not in _LIBRARIES]
     for one in users:
         seen.space(one)
-    return {name: value for one in users for name, value in vars(one).items() if not name.startswith("__")}
+    special = vars(_Plain).keys() - {"__doc__"}
+    return {
+        name: id(value) if name.startswith("__") and type(value) not in _TEXTUAL else value
+        for one in users
+        for name, value in vars(one).items()
+        if name not in special
+    }
+
+
+class _Plain:
+    """A class whose special attributes all classes have."""
+
+    __slots__ = ("__dict__", "__weakref__")
+    __annotations__: dict[str, Any] = {}
+    __abstractmethods__ = __orig_bases__ = __parameters__ = __firstlineno__ = __static_attributes__ = ()
 
 
 _LIBRARIES = {*sys.stdlib_module_names, "dpfl_lightning", "lightning", "numpy", "torch", "torchmetrics"} - {"__main__"}
