@@ -1,5 +1,8 @@
 """Copies to a device without waiting, and the precision of products of float32 numbers."""
 
+import ctypes
+import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,3 +40,17 @@ def use_exact_products() -> None:
     if hasattr(backends.cuda.matmul, "fp32_precision"):  # torch >= 2.9, where a more general setting may say otherwise
         for backend in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
             backend.fp32_precision = "ieee"
+
+
+@functools.cache
+def products_vary() -> bool:
+    """Return whether bits of products depend on where matrices lie, because MKL began before this package was imported.
+
+    The package sets MKL_CBWR, which MKL reads before its first product.
+    """
+    path = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    mode = getattr(ctypes.CDLL(str(path)), "mkl_serv_cbwr_get", None) if path.exists() else None
+    return mode is not None and mode(_BRANCH) == _OFF
+
+
+_BRANCH, _OFF = 1, 1  # MKL_CBWR_BRANCH and MKL_CBWR_BRANCH_OFF of mkl_types.h

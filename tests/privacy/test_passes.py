@@ -1,6 +1,9 @@
 """Passes in which the bits of a record's gradient depend on nothing but the record and the model."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -467,3 +470,50 @@ def test_a_model_that_vmap_cannot_run_answers_queries():
         ]
     expected = sum(min(max(loss, 0.0), 1.0) - 0.5 for loss in losses)
     assert answered(module, module.flat, x, examples) == pytest.approx(expected, rel=1e-5)
+
+
+MKL_FIRST = """
+import sys, torch
+from torch import nn
+if "first" in sys.argv:
+    torch.randn(64, 64) @ torch.randn(64, 64)
+from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
+from dpfl_lightning.privacy.clipping.reference import ClipRequest
+from dpfl_lightning.runtime.devices import products_vary
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.last, self.gate = nn.Linear(16, 200), nn.Linear(16, 3), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        more = 0.0
+        if self.gate > 5:
+            table = self.wide(x)[0, :198].reshape(6, 33).tanh()
+            more = (table @ table.mT).sum() * 0.01
+        return self.last(x) * (1 + more) + self.gate * 0
+
+torch.manual_seed(0)
+net, x, y = Gated(), torch.randn(200, 16), torch.randint(0, 3, (200,))
+clipped_sum = clipped_sum_for(net, None, x[:1], y[:1])[0]
+params = {name: p.detach().clone() for name, p in net.named_parameters()}
+params["gate"].fill_(6.0)
+
+def each(x, y):
+    request = ClipRequest(1.0, 2, group=torch.arange(len(y)), num_groups=len(y))
+    return clipped_sum(params, x, y, request)[0].clone()
+
+print(products_vary(), int((each(x, y)[1:] != each(x[1:], y[1:])).any(1).sum()))
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("order", ["first", "after"])
+def test_products_before_the_import_change_no_bits(order):
+    """MKL reads its mode before its first product; afterwards code that weights turn on goes one record at a time."""
+    command = [sys.executable, "-W", "ignore", "-c", MKL_FIRST, order]
+    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    varies, changed = done.stdout.split()
+    assert changed == "0"
+    assert varies == str(order == "first" and torch.backends.mkl.is_available())

@@ -49,6 +49,7 @@ from dpfl_lightning.privacy.clipping.trial_records import (
     passes_of,
 )
 from dpfl_lightning.privacy.clipping.watched import LeftVmap
+from dpfl_lightning.runtime.devices import products_vary
 from dpfl_lightning.runtime.threads import one_thread_an_operator
 
 _CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
@@ -86,7 +87,7 @@ class CheckedSum:
 
         It is `wide` for weights with which code of a user calls other operators than in the check.
         """
-        if self.kind is None:
+        if self.kind is None or (wide and products_vary()):
             return self._loop
         size = self._size(expected, wide)
         if size == 1:
@@ -324,6 +325,8 @@ def _by_vmap_if_right(
         passes.most = min(passes.most, _CPU_NUMBERS // tapped.widest)
         passes.cost = _cost_of_a_pass(reference)
     if not (tapped.tapped or any(found) or own_constants):
+        if passes.any_operator and products_vary():
+            return None, "bits of products vary: import dpfl_lightning before the first product of matrices"
         return functools.partial(_by_vmap, passes.padding), ""
     known = set[tuple[Hashable, ...]]()
     return functools.partial(_by_taps, passes.padding, found, take(public, rows), known, own_constants), ""
