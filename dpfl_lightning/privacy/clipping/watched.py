@@ -164,7 +164,8 @@ class WatchedCalls(TorchFunctionMode):
         options = [one for one in given if type(one) in _OPTIONS] if func not in _DROPPING else ()
         results = found if isinstance(found, tuple | list) else (found,)
         shapes = [one.shape for one in results if isinstance(one, Tensor)]
-        self.operators.append((func, *options, *shapes))
+        if shapes or func is Tensor.__setitem__:  # others compute nothing, such as what asks for a shape or a flag
+            self.operators.append((func, *options, *shapes))
 
     def _require_of_none(self, func: Any, args: tuple[Any, ...]) -> None:
         """Raise LeftVmap if a result that is no record's is computed of records, perhaps of all at once."""
