@@ -101,9 +101,8 @@ def one_by_one(net, x, mask):
     return torch.stack([one * (1 if float(one.sum().detach()) < 1e9 else 2) for one in x])
 
 
-UNDER_VMAP = [skipping_the_mask, scaling, drawing, never_true]
+UNDER_VMAP = [skipping_the_mask, scaling, drawing, never_true, dropping_records]
 BY_LOOP = [by_largest, skipping, routed, by_numpy, by_mask, clamped, computed_again, logging, below_100, one_by_one]
-BY_LOOP += [dropping_records]
 
 
 def masked(records):
