@@ -80,7 +80,7 @@ def main() -> None:
                     flush=True,
                 )
                 RESULTS.write_text("".join(json.dumps(known[name]) + "\n" for name in ZOO if name in known))
-    PAGE.write_text(page([known[name] for name in ZOO if name in known]))
+    PAGE.write_text(page([known[name] for name in ZOO if name in known], [name for name in ZOO if name not in known]))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ WORST, LONGEST, TOLERANCE = 10, 240, 1e-4
 
 TEXT = """# Models that were tried
 
-{total} models, with random weights: 60 small ones that were listed before any was tried, 36 that a seed drew from the
+Of {total} models, with random weights, {tried} were tried: 60 small ones that were listed before any was tried, 36 that a seed drew from the
 lists of names of timm, torchvision and transformers (`tests/zoo/draw.py`), and four LightningModules as tutorials have
 them. Failures stay in the list. One command tries each in a process of its own and writes this page:
 
@@ -49,7 +49,7 @@ Classes with a forward pass of their own go under `vmap`, or one record at a tim
   size, which are filled up. A star: Opacus' gradients differ from the loop's by more than 1e-4. A dash: Opacus cannot
   run the model, or we refuse it.
 
-{tables}
+{untried}{tables}
 """
 
 
@@ -94,8 +94,8 @@ def libraries(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def page(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the text of the page."""
+def page(rows: Sequence[dict[str, Any]], untried: Sequence[str] = ()) -> str:
+    """Return the text of the page; models that are `untried` have no row yet."""
     ratios = sorted((row["ratio"], row["name"]) for row in rows if "ratio" in row)
     right = [row["ratio"] for row in rows if "ratio" in row and row["opacus_error"] <= TOLERANCE]
     speed = "No ratio was measured."
@@ -121,10 +121,12 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(f"| {row['name']} | {row['source']} | {kind_of(row)} | {said} | {ratio} | {error} |")
     counts = "\n".join(f"| {kind} | {count} |" for kind, count in summary(rows).items())
     return TEXT.format(
-        total=len(rows),
+        total=len(rows) + len(untried),
+        tried=len(rows),
         counts=counts,
         engines=engines(rows),
         libraries=libraries(rows),
         speed=speed,
+        untried=f"Not tried yet: {', '.join(untried)}.\n\n" if untried else "",
         tables="\n".join(lines),
     )

@@ -29,8 +29,9 @@ def normalised(output, y):
 
 def test_the_page_is_written_from_the_results():
     results = [json.loads(line) for line in RESULTS.read_text().splitlines()]
-    assert PAGE.read_text() == page(results)
-    assert [row["name"] for row in results] == list(ZOO)
+    tried = [row["name"] for row in results]
+    assert PAGE.read_text() == page(results, [name for name in ZOO if name not in tried])
+    assert tried == [name for name in ZOO if name in tried]
     assert len(ZOO) == 100
 
 
