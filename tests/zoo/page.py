@@ -11,9 +11,10 @@ WORST, LONGEST, TOLERANCE = 10, 240, 1e-4
 
 TEXT = """# Models that were tried
 
-Of {total} models, with random weights, {tried} were tried: 60 small ones that were listed before any was tried, 36 that a seed drew from the
-lists of names of timm, torchvision and transformers (`tests/zoo/draw.py`), and four LightningModules as tutorials have
-them. Failures stay in the list. One command tries each in a process of its own and writes this page:
+Of {total} models, with random weights, {tried} were tried: 60 small ones that were listed before any was tried, 36 that
+a seed drew from the lists of names of timm, torchvision and transformers (`tests/zoo/draw.py`), and four
+LightningModules as tutorials have them. Failures stay in the list. One command tries each in a process of its own and
+writes this page:
 
 ```bash
 pip install --no-deps --target /tmp/suites -r tests/zoo/requirements.txt
