@@ -471,6 +471,8 @@ def _changed_in_a_pass(
 
 def _require_one_backward_pass(losses: Tensor) -> None:
     """Raise UserError if a part of a model has a backward pass of its own, whose gradients no one would ask for."""
+    advice = "Its gradients would be 0. Set use_reentrant=False; in transformers, of gradient_checkpointing_kwargs."
+    got, must = "torch.utils.checkpoint with use_reentrant=True", "be differentiated as a whole"
     waiting, seen = [losses.grad_fn], set[Any]()
     while waiting:
         node = waiting.pop()
@@ -478,8 +480,6 @@ def _require_one_backward_pass(losses: Tensor) -> None:
             continue
         seen.add(node)
         waiting += [one for one, _ in node.next_functions]
-        advice = "Its gradients would be 0. Set use_reentrant=False; in transformers, of gradient_checkpointing_kwargs."
-        got, must = "torch.utils.checkpoint with use_reentrant=True", "be differentiated as a whole"
         require(node.name() != "CheckpointFunctionBackward", "model", must, got, advice)
 
 

@@ -161,9 +161,12 @@ class Checksums:
 
     def again(self, tensors: Mapping[str, Tensor]) -> Checksums:
         """Return those of these tensors: its own, if they are the same by their versions."""
-        same = [*map(id, tensors.values())] == [*map(id, self.tensors.values())]
-        same = same and [one._version for one in tensors.values()] == self._before[0]
+        same = self.are_of(tensors) and [one._version for one in tensors.values()] == self._before[0]
         return self if same else Checksums(tensors)
+
+    def are_of(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether these are its tensors, whatever their numbers are."""
+        return [*map(id, tensors.values())] == [*map(id, self.tensors.values())]
 
     def changed(self) -> list[str]:
         """Return the names of tensors that may have changed: all if their vector has."""

@@ -297,8 +297,8 @@ class Kept:
                 if one is not None:
                     found[f"{prefix}{key} as an object"] = _as_an_object(one, seen)
             for key, one in vars(part).items():
-                if key.endswith("_hooks") and getattr(one, "__dict__", None):
-                    found[f"{prefix}{key} as an object"] = _content(vars(one), seen)
+                if key.endswith("_hooks"):
+                    found[f"{prefix}{key} as an object"] = _of_subclass(one, seen)
             found |= {f"{prefix}{key}": _content(one, seen) for key, one in part._buffers.items() if one is not None}
             if type(part).__module__.startswith("torch.nn.modules."):
                 found[f"{prefix}attributes"] = [

@@ -334,8 +334,7 @@ class Watch:
 
     def end(self) -> None:
         """Raise UserError if passes changed a large tensor of the model, which its version may not tell."""
-        same = [*map(id, self._large_tensors().values())] == [*map(id, self._large.tensors.values())]
-        changed = self._large.changed() if same else ["other tensors"]
+        changed = self._large.changed() if self._large.are_of(self._large_tensors()) else ["other tensors"]
         require(not changed, "model", "leave its tensors as they are in a pass", f"another {', '.join(changed)}")
 
     def _large_tensors(self) -> dict[str, Tensor]:
