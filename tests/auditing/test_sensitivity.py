@@ -73,6 +73,8 @@ def moves(net: nn.Module, engine: str) -> exact.Finding:
     return exact.sensitivity(subject, engine, loop.module, loop.population, seed=0)
 
 
+#: which sums these nets have
+WORDS = {nn.LSTM: "vmap: `layer` (LSTM)", "no rule": "vmap: `1` (Tempered) has no rule"}
 CASES = [*((kind, "fast") for kind in NETS), (nn.Linear, "serial")]
 
 
@@ -86,8 +88,7 @@ def test_one_record_moves_a_release_by_at_most_the_clip_norm(kind, engine, monke
     for noise in ("without", "with"):  # the grid adds a little
         assert 0.99 < found.figures[f"most_{noise}_noise"] <= 1.004, "or nothing had to be clipped"
     if engine == "fast":
-        words = "vmap: `1` (Tempered) has no rule" if kind == "no rule" else "exact rules for all layers"
-        assert found.figures["sums"].startswith(words)
+        assert found.figures["sums"].startswith(WORDS.get(kind, "exact rules for all layers"))
     mutants.no_clipping(monkeypatch)
     monkeypatch.setattr(exact, "SIZES", (5,))  # one data set is enough to see it
     assert moves(net, engine).figures["most_without_noise"] > 1.5
