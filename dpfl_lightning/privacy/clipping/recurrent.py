@@ -13,46 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfl_lightning.privacy.clipping.watched import OWN_FUNCTIONS
+from dpfl_lightning.privacy.clipping.folded import OfRecords
 
 
-class _OfRecords(torch.autograd.Function):
-    """A function whose rule for `vmap` folds the records of a pass into the sequences.
-
-    Its weights are those of the model, which are no record's. `states` `[N, ...]` have no steps.
-    """
-
-    states: tuple[int, ...] = ()  # places of arguments
-    weights: tuple[int, ...] = ()
-    results_of_states: tuple[int, ...] = ()
-
-    @classmethod
-    def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:  # type: ignore[override]
-        folded = [
-            one if place in cls.weights else _folded(one, dim, info.batch_size, int(place not in cls.states))
-            for place, (one, dim) in enumerate(zip(args, in_dims, strict=True))
-        ]
-        results = cls.forward(*folded)
-        dims = tuple(int(place not in cls.results_of_states) for place in range(len(results)))
-        records = (info.batch_size, -1)
-        return tuple(one.unflatten(dim, records) for one, dim in zip(results, dims, strict=True)), dims
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        """Keep nothing: there is no second derivative."""
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError("steps of a recurrent layer have one derivative")
-
-
-def _folded(tensor: Tensor, dim: int | None, records: int, at: int) -> Tensor:
-    """Return a tensor whose records, in this dimension or in none, are sequences in the dimension `at`."""
-    own = tensor.unsqueeze(at) if dim is None else tensor.movedim(dim, at)
-    return own.expand(*own.shape[:at], records, *own.shape[at + 1 :]).flatten(at, at + 1)
-
-
-class LSTMSteps(_OfRecords):
+class LSTMSteps(OfRecords):
     """(gates i, f, g, o by inputs; a zero; hidden state, cell `[N, H]`; weight `[4 H, H]`; bias `[4 H]` or None).
 
     Returns outputs `[T, N, H]`, the last cell, and what the backward pass and the rule need: hidden states and cells
@@ -95,7 +59,7 @@ class LSTMSteps(_OfRecords):
         return dgates, dgates, dhidden, dcell, None, None
 
 
-class _LSTMStepsBack(_OfRecords):
+class _LSTMStepsBack(OfRecords):
     states, weights, results_of_states = (1,), (2,), (1, 2)
 
     @staticmethod
@@ -123,7 +87,7 @@ class _LSTMStepsBack(_OfRecords):
         return dgates.flatten(2), dh, dc
 
 
-class GRUSteps(_OfRecords):
+class GRUSteps(OfRecords):
     """(gates r, z, n by inputs; a zero; hidden state `[N, H]`; weight `[3 H, H]`; bias `[3 H]` or None).
 
     Returns outputs `[T, N, H]`, hidden states `[T + 1, N, H]`, activated gates, and candidates: the hidden part of
@@ -161,7 +125,7 @@ class GRUSteps(_OfRecords):
         return dgates, dzero, dhidden, None, None
 
 
-class _GRUStepsBack(_OfRecords):
+class _GRUStepsBack(OfRecords):
     weights, results_of_states = (1,), (2,)
 
     @staticmethod
@@ -189,5 +153,5 @@ class _GRUStepsBack(_OfRecords):
         return dgates.flatten(2), dzero.flatten(2), dh
 
 
-OWN_FUNCTIONS += [LSTMSteps, _LSTMStepsBack, GRUSteps, _GRUStepsBack]
-STEPS: dict[Any, type[_OfRecords]] = {torch.lstm: LSTMSteps, torch.gru: GRUSteps}
+FUNCTIONS = (LSTMSteps, _LSTMStepsBack, GRUSteps, _GRUStepsBack)
+STEPS: dict[Any, type[OfRecords]] = {torch.lstm: LSTMSteps, torch.gru: GRUSteps}

@@ -36,6 +36,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.privacy.clipping.attention import FUNCTIONS as OF_ATTENTION
+from dpfl_lightning.privacy.clipping.attention import attention
 from dpfl_lightning.privacy.clipping.float64_sums import summing_dtype
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
@@ -43,6 +45,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import ByName, Dense, Grads, Ou
 from dpfl_lightning.privacy.clipping.operator_rules import argument_names, operator_gradients
 from dpfl_lightning.privacy.clipping.passes import Batch, Checksums, checksums, passes
 from dpfl_lightning.privacy.clipping.reads import READS, place_of_code
+from dpfl_lightning.privacy.clipping.recurrent import FUNCTIONS as OF_RECURRENT
 from dpfl_lightning.privacy.clipping.recurrent import STEPS
 from dpfl_lightning.privacy.clipping.reference import (
     DEFAULT_SIZE,
@@ -55,7 +58,16 @@ from dpfl_lightning.privacy.clipping.reference import (
     require_one_loss,
     require_proved,
 )
-from dpfl_lightning.privacy.clipping.watched import LeftVmap, Watch, WatchedCalls, gradients_of, is_batched
+from dpfl_lightning.privacy.clipping.watched import (
+    OWN_FUNCTIONS,
+    LeftVmap,
+    Watch,
+    WatchedCalls,
+    gradients_of,
+    is_batched,
+)
+
+OWN_FUNCTIONS += [*OF_RECURRENT, *OF_ATTENTION]
 
 
 @dataclass(frozen=True)
@@ -131,6 +143,10 @@ class TappedCalls(WatchedCalls):
         self._names = {id(leaf): name for name, leaf in leaves.items()}
         self._params, self._anchor, self._level, self._of_record = params, anchor, level, of_record
 
+    def _is_of_pass(self) -> bool:
+        """Return whether a call is differentiated once, by the pass."""
+        return self.tapping and functorch.maybe_current_level() == self._level
+
     def bare(self, tensor: Tensor) -> Tensor:
         """Return the values of all records, `[B, ...]`, of a tensor of this pass."""
         inner = _unwrap_for_grad(tensor, self._level)
@@ -145,19 +161,17 @@ class TappedCalls(WatchedCalls):
             return self._one_hot(*args, **kwargs)
         if func in _STEPS and isinstance(args[2], list | tuple):  # no packed sequence
             return self._recurrent(func, *args, **kwargs)
+        if func is F.scaled_dot_product_attention and self._is_of_pass():
+            found = attention(*args, **kwargs)
+            return func(*args, **kwargs) if found is None else found
         if func is F.multi_head_attention_forward:  # its calls are seen, too
             with self:
                 return _attention(*args, **kwargs)
-        if func in _OPERATORS and self.tapping:
+        if func in _OPERATORS:
             named = {**dict(zip(argument_names(func), args, strict=False)), **kwargs}
             own = {argument: self._names[id(one)] for argument, one in named.items() if id(one) in self._names}
             once = len(set(own.values())) == len(own)  # a tap has one gradient of a parameter
-            if (
-                own
-                and once
-                and functorch.maybe_current_level() == self._level
-                and _fits(func, named, own, self._params)
-            ):
+            if own and once and self._is_of_pass() and _fits(func, named, own, self._params):
                 return self._tapped(func, args, kwargs, named, own)
         if func in _DIFFERENTIATING:
             self.untapped = func.__name__
@@ -271,7 +285,7 @@ class TappedCalls(WatchedCalls):
         """
         given = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
         own = {argument: self._names[id(one)] for argument, one in given.items() if id(one) in self._names}
-        known = len(own) == len(given) and self.tapping and functorch.maybe_current_level() == self._level
+        known = len(own) == len(given) and self._is_of_pass()
         named = {"input": state[0], **given}
         if func not in STEPS or not known or not _fits(F.linear, named, own, self._params):
             return None

@@ -249,6 +249,7 @@ _DROPPING = frozenset({*(getattr(F, name) for name in _DROPOUTS.split()), F.scal
 _OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full"}) | {
     "expand_as",
     "reshape_as",
+    "to",
     "type_as",
     "view_as",
 }
