@@ -358,6 +358,38 @@ REMEMBERING = [InSlots, InClosure, InClass, Remembering, InPlace, InData, InAttr
 REMEMBERING += [InGenerator, InGeneratorOfNumpy]
 
 
+class KeptForEvaluation(nn.Module):
+    """Keeps a table of its weights while it is evaluated, as models of timm do, and clears it with its mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.head, self.table = nn.Parameter(torch.ones(4)), nn.Linear(4, 3), {}
+
+    def train(self, mode=True):
+        self.table = {}
+        return super().train(mode)
+
+    def forward(self, x):
+        if self.training:
+            return self.head(x * self.weight.exp())
+        if not self.table:
+            self.table["cpu"] = self.weight.exp()
+        return self.head(x * self.table["cpu"])
+
+
+def test_what_a_model_keeps_for_evaluation_and_clears_afterwards_may_stay_meanwhile():
+    net, (x, y) = KeptForEvaluation(), OF_RECORDS
+    module = ClientModule(net)
+    with scoring(module.net, module.sample_loss):
+        output = module.output(module.named_trainable, x)
+        module.reported_loss(module.flat, x, torch.arange(4), output, y)
+    assert module.net.training and not module.net.table
+    params = {**module.named_trainable, "weight": torch.zeros(4)}  # no table of the weights before
+    with scoring(module.net, module.sample_loss):
+        assert not torch.equal(output, module.output(params, x))
+    trained_and_scored(KeptForEvaluation())
+
+
 IN_TENSORS = (Remembering, InPlace, InData, InAttribute)  # of the model: they are restored
 OF_RECORDS = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), torch.arange(4) % 3
 

@@ -40,16 +40,20 @@ def evaluating(*nets: nn.Module) -> Iterator[None]:
 
     A recurrent layer stays in training mode without dropout: cuDNN has no derivative of one in evaluation mode.
     """
-    modules = [module for net in nets for module in net.modules()]
+    modules, trained = [module for net in nets for module in net.modules()], [net for net in nets if net.training]
     training_modes = [(module, module.training) for module in modules]
     recurrent = [(one, one.dropout) for one in modules if isinstance(one, nn.RNNBase) and type(one) in _RECURRENT]
-    for net in nets:
+    for net in trained:
         net.eval()
+    for module in modules:
+        module.training = False
     for layer, _ in recurrent:
         layer.training, layer.dropout = True, 0.0
     try:
         yield
     finally:
+        for net in trained:
+            net.train()  # a model may clear here what it keeps for evaluation
         for module, training in training_modes:
             module.training = training
         for layer, dropout in recurrent:
