@@ -92,6 +92,35 @@ def test_attention_equals_the_loop(data):
     assert_equals_the_loop(Reader(kind, **options))
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "a row"])
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_masks_of_one_sequence_are_those_of_all(kind, sequences, applied):
+    assert_equals_the_loop(Reader(kind, sequences=sequences))
+    assert len(applied) == 2
+
+
+class Windows(nn.Module):
+    """Attention in four windows of a record, each with a mask of its own, or with the record's."""
+
+    def __init__(self, of_record):
+        super().__init__()
+        self.maps, self.head, self.of_record = nn.Linear(4, 12), nn.Linear(4, 3), of_record
+        self.register_buffer("mask", torch.randn(4, 1, 3, 3))
+
+    def forward(self, x):
+        windows = torch.cat([x + number for number in range(4)])
+        query, key, value = self.maps(windows).view(4, 3, 3, 2, 2).permute(2, 0, 3, 1, 4)
+        mask = self.mask * x[0, 0, 0] if self.of_record else self.mask
+        out = F.scaled_dot_product_attention(query, key, value, mask)
+        return self.head(out.transpose(1, 2).flatten(2).mean((0, 1)))[None]
+
+
+@pytest.mark.parametrize("of_record", [False, True])
+def test_each_window_has_its_mask(of_record, applied):
+    assert_equals_the_loop(Windows(of_record))
+    assert len(applied) == 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernel_is_called_once_for_all_records_of_a_pass(kind, applied):
     assert_equals_the_loop(Reader(kind))

@@ -68,6 +68,55 @@ class Rolled(Ordinary):
         return h - h.mean().roll(1)
 
 
+class RolledByName(Ordinary):
+    def changed(self, h, x):
+        return h - torch.roll(shifts=1, input=h.mean())
+
+
+class Grown(Ordinary):
+    def changed(self, h, x):
+        return h + x[0].clone().resize_(14)[6:]
+
+
+class Shrunk(Ordinary):
+    def changed(self, h, x):
+        return h * x[0].clone().resize_as_(torch.zeros(4)).sum()
+
+
+class Strided(Ordinary):
+    def changed(self, h, x):
+        return h * x[0].clone().as_strided_((4,), (1,), 2).sum()
+
+
+class FilledByName(Ordinary):
+    def changed(self, h, x):
+        place = 4 + 8 * (x[0, :1] > 1e3).long()  # beyond a table of its own: in that of another record
+        return h * torch.index_fill(index=place, input=torch.ones(5), dim=0, value=-9.0).sum()
+
+
+class MaskOfPlaces(Ordinary):
+    """A mask with as many sequences as a pass may have records."""
+
+    def changed(self, h, x):
+        heads = h.view(1, 2, 4, 1)
+        mask = torch.zeros(self.places, 1, 4, 4)
+        mask[::2, :, :, 1:] = -math.inf
+        return F.scaled_dot_product_attention(heads, heads, heads, mask)[:1].reshape(1, 8)
+
+
+class Seeded(Ordinary):
+    """The second record of a pass gets the same draws in every pass."""
+
+    def changed(self, h, x):
+        torch.manual_seed(1)
+        return h * torch.rand(8)
+
+
+class OwnGenerator(Ordinary):
+    def changed(self, h, x):
+        return h * torch.rand(8, generator=torch.Generator().manual_seed(0)).sub(0.5)
+
+
 class Negated(Ordinary):
     def changed(self, h, x):
         with torch.no_grad():
@@ -119,7 +168,10 @@ def opened(net: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "kind",
-    [DebugUnwrap, Handled, Wrapped, Scripted, Rolled, Negated, NegatedData, Tried, ChangedInputs],
+    [
+        *(DebugUnwrap, Handled, Wrapped, Scripted, Rolled, RolledByName, Grown, Shrunk, Strided, FilledByName),
+        *(Seeded, OwnGenerator, Negated, NegatedData, Tried, ChangedInputs),
+    ],
     ids=lambda kind: kind.__name__,
 )
 def test_a_record_moves_a_sum_by_at_most_its_norm(kind):
@@ -136,6 +188,12 @@ def test_a_record_moves_a_sum_by_at_most_its_norm(kind):
     else:
         assert moved.norm() <= 1 + 1e-6
         assert all(torch.equal(before[name], p) for name, p in params.items())
+
+
+@pytest.mark.parametrize("places", [16, 32, 40, 64])
+def test_a_mask_of_many_sequences_is_no_mask_of_places(places, monkeypatch):
+    monkeypatch.setattr(MaskOfPlaces, "places", places, raising=False)
+    test_a_record_moves_a_sum_by_at_most_its_norm(MaskOfPlaces)
 
 
 class SameTwice(Ordinary):

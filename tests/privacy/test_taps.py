@@ -338,6 +338,18 @@ class Writing(Small):
             hidden = hidden.clone()
             hidden[x[:, 0] > 0.3] = 2
             return hidden
+        if self.way == "a row where a mask is":
+            hidden = hidden.clone()
+            hidden[x[:, 0] > 0.3] = self.scale * torch.ones(6, dtype=x.dtype)
+            return hidden
+        if self.way == "new of a weight":
+            made = self.scale.new_zeros(len(x), 6)
+            made[:, 1:] = hidden[:, 1:]
+            return made
+        if self.way == "numbers":
+            made = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]], dtype=x.dtype)
+            made *= hidden
+            return made
         if self.way == "like":
             made = torch.zeros_like(self.scale.expand(len(x), 6))
             made += hidden
@@ -346,7 +358,20 @@ class Writing(Small):
         return hidden / made
 
 
-@pytest.mark.parametrize("way", ["rows", "places", "mask", "mask of rows", "like", "draws"])
+WAYS = [
+    "rows",
+    "places",
+    "mask",
+    "mask of rows",
+    "a row where a mask is",
+    "new of a weight",
+    "numbers",
+    "like",
+    "draws",
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_records_write_into_constants_of_their_own(way):
     torch.manual_seed(0)
     net, y, x = Writing(way).double(), torch.arange(RECORDS) % 3, numbers(6)
@@ -356,6 +381,19 @@ def test_records_write_into_constants_of_their_own(way):
     actual, _ = TappedSum(net, cross_entropy_of(net), SIZE, own_constants=True)(params, x, y, request)
     assert (actual - expected).norm(dim=1).le(1e-6 * expected.norm(dim=1)).all()
     assert clipped_sum_for(net.float(), None, x.float(), y)[1].startswith("vmap")
+
+
+def test_a_mask_of_another_length_fills_nothing():
+    class Masking(Small):
+        def hidden(self, x):
+            hidden = self.first(x).clone()
+            hidden.view(6)[x[0, :1] > 0] = 0.0  # six numbers, of which the mask tells one
+            return hidden
+
+    net, (x, y) = Masking().double(), (numbers(6), torch.arange(RECORDS) % 3)
+    for kind in (LoopClippedSum(net, cross_entropy_of(net)), TappedSum(net, cross_entropy_of(net), SIZE)):
+        with pytest.raises((RuntimeError, IndexError)):
+            kind({name: p.detach() for name, p in net.named_parameters()}, x, y, ClipRequest(1.0))
 
 
 def test_draws_into_a_constant_are_those_of_each_record():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.privacy.clipping.folded import OfRecords
+from dpfl_lightning.privacy.clipping.watched import is_batched
 
 _kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _kernel_back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -40,7 +41,11 @@ def attention(
         if attn_mask.dtype != query.dtype:
             return None
         attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-        attn_mask = attn_mask.expand(-1, -1, query.shape[2], key.shape[2])
+        if attn_mask.shape[0] not in (1, query.shape[0]) or attn_mask.shape[1] not in (1, query.shape[1]):
+            return None  # of more sequences than one record has
+        shared = len(attn_mask) == 1 and not is_batched(attn_mask)
+        sequences = 1 if shared else len(query)
+        attn_mask = attn_mask.expand(sequences, -1, query.shape[2], key.shape[2])
     output, _ = _Attention.apply(query, key, value, attn_mask, is_causal, scale)
     return output
 
@@ -55,19 +60,24 @@ def _of_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return key.shape == value.shape and query.shape[:2] == key.shape[:2] and query.shape[3] == key.shape[3]
 
 
+def _in_rows(values: Tensor) -> Tensor:
+    """Return values as the kernel reads them, those of a position side by side."""
+    return values if values.stride(3) == 1 else values.contiguous()
+
+
 class _Attention(OfRecords):
     """(queries, keys, values; a mask `[N or 1, H or 1, L, S]` that is added, or None; `is_causal`; `scale`).
 
     Returns outputs as queries, and what the backward pass needs, logarithms of sums `[N, H, L]`.
     """
 
-    states, weights, shared, results_of_states = (0, 1, 2, 3), (4, 5), (3,), (0, 1)
+    without_steps, as_given, shared = frozenset(range(4)), frozenset({4, 5}), frozenset({3})
+    results_without_steps = frozenset({0, 1})
 
     @staticmethod
     def forward(*given: Any) -> tuple[Tensor, Tensor]:
         *values, mask, is_causal, scale = given
-        values = [one if one.stride(3) == 1 else one.contiguous() for one in values]
-        output, sums = _kernel(*values, 0.0, is_causal, attn_mask=mask, scale=scale)
+        output, sums = _kernel(*map(_in_rows, values), 0.0, is_causal, attn_mask=mask, scale=scale)
         return output, sums
 
     @staticmethod
@@ -85,12 +95,13 @@ class _Attention(OfRecords):
 
 
 class _AttentionBack(OfRecords):
-    states, weights, shared, results_of_states = (0, 1, 2, 3, 4, 5, 6), (7, 8), (4,), (0, 1, 2)
+    without_steps, as_given, shared = frozenset(range(7)), frozenset({7, 8}), frozenset({4})
+    results_without_steps = frozenset({0, 1, 2})
 
     @staticmethod
     def forward(*given: Any) -> tuple[Tensor, ...]:
         doutput, query, key, value, mask, output, sums, is_causal, scale = given
-        values = [one if one.stride(3) == 1 else one.contiguous() for one in (doutput, query, key, value, output)]
+        values = map(_in_rows, (doutput, query, key, value, output))
         return tuple(_kernel_back(*values, sums, 0.0, is_causal, attn_mask=mask, scale=scale))
 
 

@@ -11,24 +11,25 @@ from torch import Tensor
 class OfRecords(torch.autograd.Function):
     """A function that computes each sequence alone, so that those of all records can be computed at once.
 
-    Sequences are in dimension 1, after the steps, and in 0 of `states`, which have no steps. `weights` are those of the
-    model, which are no record's, or options; one sequence of `shared` without records stands for those of all.
+    Sequences are in dimension 1 of tensors, after the steps, or in 0 of those `without_steps`. Arguments `as_given` are
+    weights of the model, which are no record's, or options. One sequence that is `shared` by all records stays one.
     """
 
-    states: tuple[int, ...] = ()  # places of arguments
-    weights: tuple[int, ...] = ()
-    shared: tuple[int, ...] = ()
-    results_of_states: tuple[int, ...] = ()
+    without_steps: frozenset[int] = frozenset()  # places of arguments
+    as_given: frozenset[int] = frozenset()
+    shared: frozenset[int] = frozenset()
+    results_without_steps: frozenset[int] = frozenset()
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:  # type: ignore[override]
-        as_it_is = {*cls.weights, *(place for place in cls.shared if in_dims[place] is None)}
-        folded = [
-            one if place in as_it_is else _folded(one, dim, info.batch_size, int(place not in cls.states))
-            for place, (one, dim) in enumerate(zip(args, in_dims, strict=True))
-        ]
-        results = cls.forward(*folded)
-        dims = tuple(int(place not in cls.results_of_states) for place in range(len(results)))
+        def folded(place: int) -> Any:
+            one, dim = args[place], in_dims[place]
+            if place in cls.as_given or (place in cls.shared and dim is None and (one is None or len(one) == 1)):
+                return one
+            return _folded(one, dim, info.batch_size, int(place not in cls.without_steps))
+
+        results = cls.forward(*map(folded, range(len(args))))
+        dims = tuple(int(place not in cls.results_without_steps) for place in range(len(results)))
         records = (info.batch_size, -1)
         return tuple(one.unflatten(dim, records) for one, dim in zip(results, dims, strict=True)), dims
 

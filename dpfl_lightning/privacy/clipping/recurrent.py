@@ -23,7 +23,7 @@ class LSTMSteps(OfRecords):
     `[T + 1, N, H]`, activated gates, and tangents of the cells.
     """
 
-    states, weights, results_of_states = (2, 3), (4, 5), (1,)
+    without_steps, as_given, results_without_steps = frozenset({2, 3}), frozenset({4, 5}), frozenset({1})
 
     @staticmethod
     def forward(
@@ -60,7 +60,7 @@ class LSTMSteps(OfRecords):
 
 
 class _LSTMStepsBack(OfRecords):
-    states, weights, results_of_states = (1,), (2,), (1, 2)
+    without_steps, as_given, results_without_steps = frozenset({1}), frozenset({2}), frozenset({1, 2})
 
     @staticmethod
     def forward(
@@ -94,7 +94,7 @@ class GRUSteps(OfRecords):
     the last gate, before its reset.
     """
 
-    states, weights = (2,), (3, 4)
+    without_steps, as_given = frozenset({2}), frozenset({3, 4})
 
     @staticmethod
     def forward(gates: Tensor, zero: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, ...]:
@@ -126,7 +126,7 @@ class GRUSteps(OfRecords):
 
 
 class _GRUStepsBack(OfRecords):
-    weights, results_of_states = (1,), (2,)
+    as_given, results_without_steps = frozenset({1}), frozenset({2})
 
     @staticmethod
     def forward(

@@ -136,6 +136,7 @@ class TappedCalls(WatchedCalls):
     def begin_pass(self, records: int) -> None:
         self.taps, self.edges, self.untapped = [], [], ""
         self.reads, self._read, self._records = [], [], records
+        self._other_reads: OtherReads | None = None
         self.operators, self.forward = [], ()
 
     def enter_pass(self, params: Params, leaves: Params, anchor: Tensor, level: int, of_record: Tensor) -> None:
@@ -157,9 +158,9 @@ class TappedCalls(WatchedCalls):
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in READS and any(is_batched(one) for one in tree_leaves((args, kwargs))):
             return self._number(func, args, kwargs)
-        if func is F.one_hot and is_batched(args[0]):
+        if func is F.one_hot and any(map(is_batched, (*args, *kwargs.values()))):
             return self._one_hot(*args, **kwargs)
-        if func in _STEPS and isinstance(args[2], list | tuple):  # no packed sequence
+        if func in _STEPS and len(args) > 2 and isinstance(args[2], list | tuple):  # no packed sequence
             return self._recurrent(func, *args, **kwargs)
         if func is F.scaled_dot_product_attention and self._is_of_pass():
             found = attention(*args, **kwargs)
@@ -177,7 +178,9 @@ class TappedCalls(WatchedCalls):
             self.untapped = func.__name__
         if func is Tensor.__setitem__ and _fills_by_mask(*args):
             target, mask, value = args
-            return target.masked_fill_(mask[(...,) + (None,) * (target.dim() - mask.dim())], value)
+            mask = mask[(...,) + (None,) * (target.dim() - mask.dim())]
+            rows = value if isinstance(value, Tensor) else torch.tensor(value).to(target)
+            return target.copy_(torch.where(mask, rows.to(target.dtype), target))
         if self.own_constants and func in _CONSTANTS:
             return self._of_each(func, args, kwargs)
         return super().compute(func, args, kwargs)
@@ -205,7 +208,7 @@ class TappedCalls(WatchedCalls):
         if is_batched(found) or "out" in kwargs:
             return found
         own = self._of_record.new_zeros(found.shape, dtype=found.dtype, device=found.device)
-        return own if func in (torch.empty, torch.empty_like) else own + found
+        return own if func in (torch.empty, torch.empty_like, Tensor.new_empty) else own + found
 
     def _number(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what a function reads: of the public record."""
@@ -220,13 +223,15 @@ class TappedCalls(WatchedCalls):
         if self.script is None:
             self.reads.append(PublicRead(place, value_of(of_each[0]), of_each[0].clone()))
         elif len(self._read) > len(self.script) or self.script[len(self._read) - 1].place != place:
-            raise OtherReads(f"`{place[0]}` reads a number ({place[1]})")
+            self._other_reads = OtherReads(f"`{place[0]}` reads a number ({place[1]})")
+            raise self._other_reads
         else:
             self.reads.append(self.script[len(self._read) - 1])
         return copy.deepcopy(self.reads[-1].value)  # a list is the caller's
 
-    def _one_hot(self, ids: Tensor, num_classes: int = -1) -> Tensor:
+    def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
         """Do what `F.one_hot` does, which reads the largest of its numbers."""
+        ids = tensor
         classes = num_classes if num_classes > 0 else self._number(Tensor.item, (ids.max(),), {}) + 1
         if not self._number(Tensor.__bool__, (((ids >= 0) & (ids < classes)).all(),), {}):
             raise RuntimeError(f"Class values must be from 0 to {classes - 1}.")
@@ -298,6 +303,11 @@ class TappedCalls(WatchedCalls):
         self.taps.append(Tap(F.linear, hiddens[:, :-1], {}, uses, hiddens._version))
         self.edges.append(get_gradient_edge(zero))
         return output.transpose(0, 1), last
+
+    def require_no_error(self) -> None:
+        if self._other_reads is not None:  # code may go on after any error
+            raise self._other_reads
+        super().require_no_error()
 
     def differ(self) -> Tensor:
         """Return which records `[B]` have given others than the public numbers, so far."""
@@ -582,8 +592,6 @@ class TappedSum:
 
 def _added(one: Grads, other: Grads) -> Grads:
     """Return the gradients of a parameter that has several uses."""
-    if isinstance(one, Outer) and isinstance(other, Outer):
-        return Outer(torch.cat([one.left, other.left], dim=1), torch.cat([one.right, other.right], dim=1))
     return Dense(one.formed() + other.formed())
 
 
@@ -630,9 +638,12 @@ _NUMBER: dict[Any, Callable[[Any], Any]] = {
 
 
 def _fills_by_mask(target: Any, index: Any, value: Any) -> bool:
-    """Return whether one number is written where a mask of each record is true, which `vmap` cannot index by."""
-    mask = isinstance(index, Tensor) and index.dtype == torch.bool and is_batched(index)
-    return mask and not (isinstance(value, Tensor) and value.dim())
+    """Return whether one number, or row, is written where a mask of each record is true, by which no `vmap` indexes."""
+    if not (isinstance(index, Tensor) and index.dtype == torch.bool and is_batched(index)):
+        return False
+    rest = target.dim() - index.dim()
+    fits = rest >= 0 and index.shape == target.shape[: index.dim()]
+    return fits and not (isinstance(value, Tensor) and value.dim() > rest)
 
 
 def _different(of_each: Tensor, numbers: Tensor) -> Tensor:
@@ -684,7 +695,8 @@ _PRODUCTS = frozenset({torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm,
 _NORMS = frozenset({F.layer_norm, F.group_norm, F.rms_norm})
 _SUMS = frozenset({torch.addmm, Tensor.addmm})
 _LIKE = (torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like)
-_CONSTANTS = frozenset({torch.zeros, torch.ones, torch.full, torch.empty, *_LIKE})
+_NEW = (Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_empty)
+_CONSTANTS = frozenset({torch.zeros, torch.ones, torch.full, torch.empty, torch.tensor, *_LIKE, *_NEW})
 #: operators whose rules cover what `_fits` tells
 _OPERATORS = frozenset({F.linear, F.embedding, *_CONVOLUTIONS, *_TRANSPOSED, *_PRODUCTS, *_NORMS, *_SUMS})
 

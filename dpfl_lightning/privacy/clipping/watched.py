@@ -6,11 +6,12 @@ left by what knows all of its records: an operator, or a function of autograd, w
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import threading
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from dpfl_lightning.errors import require
@@ -41,6 +43,7 @@ _HOOKS = (
     Tensor.register_hook,
     vars(torch._C.TensorBase)["grad_fn"].__get__,
 )  # code that runs in the backward pass, where no mode sees it
+_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 _by_torch = custom_function_call.functorch_table[TransformType.Vmap]
 _LOCK = threading.Lock()
 _watched = 0  # passes under `vmap` that run now, in any thread: autograd has threads of its own
@@ -74,9 +77,35 @@ def _text(tensor: Tensor, *args: Any, **options: Any) -> str:
     return _text_by_torch(tensor, *args, **options)
 
 
+def _not_within_a_pass(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what calls compiled code, whose operators no mode sees, unless a pass is watched."""
+
+    @functools.wraps(call)
+    def called(script: Any, *args: Any, **options: Any) -> Any:
+        if _watched:
+            raise LeftVmap("code of torch.jit runs unseen")
+        return call(script, *args, **options)
+
+    return called
+
+
+class _Checkpoint(checkpoint._checkpoint_hook):  # type: ignore[misc]
+    """What `torch.utils.checkpoint` does around a forward pass: nothing in a watched pass, which it computes once."""
+
+    def __enter__(self) -> Any:
+        self._plain = bool(_watched)
+        return None if self._plain else super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return None if self._plain else super().__exit__(*error)
+
+
 _text_by_torch = torch._tensor_str._str
 torch._tensor_str._str = _text  # type: ignore[assignment]
 custom_function_call.functorch_table[TransformType.Vmap] = _of_function
+for _kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
+    _kind.__call__ = _not_within_a_pass(_kind.__call__)
+checkpoint._checkpoint_hook = _Checkpoint
 
 
 def _require_no_code(func: Any, types: Any, values: Sequence[Any]) -> None:
@@ -142,7 +171,7 @@ class WatchedCalls(TorchFunctionMode):
                     raise LeftVmap("a mode of dispatch sees all records")
                 _require_inside(func, args, kwargs)
                 _require_no_code(func, types, (*args, *kwargs.values()))
-                if func in _RECURRENT and isinstance(args[2], (list, tuple)):
+                if func in _RECURRENT and len(args) > 2 and isinstance(args[2], (list, tuple)):
                     args = _with_own_states(*args)
             found = self.compute(func, args, kwargs)
         except Exception as error:
@@ -223,6 +252,8 @@ def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
         raise LeftVmap("the text of a tensor shows all records")
     if func in _HOOKS:
         raise LeftVmap("a hook of a tensor runs in the backward pass")
+    if func is _SET_DATA:
+        raise LeftVmap("the data of a tensor are set, which reaches its memory")
     if isinstance(func, OpOverload | OpOverloadPacket):
         packet = func.overloadpacket if isinstance(func, OpOverload) else func
         name = packet._qualified_op_name
@@ -230,11 +261,16 @@ def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
             raise LeftVmap(f"`{name}` is an operator that is not torch's")
     else:
         packet = func
-    name = getattr(packet, "__name__", "")
-    given = [*args, *kwargs.values()]
-    if name == "roll" and isinstance(args[0], Tensor) and args[0].dim() == 0:
+    name, named = getattr(packet, "__name__", ""), {**dict(enumerate(args)), **kwargs}
+    of_others = [one for key, one in named.items() if key not in (0, "input", "self")]
+    if name in _OF_STORAGE:
+        raise LeftVmap(f"`{name}` reaches the memory of other records")
+    if named.get("generator") is not None:
+        raise LeftVmap(f"`{name}` draws by a generator of its own, which gives each place of a pass a known number")
+    if name == "roll" and all(one.dim() == 0 for one in named.values() if isinstance(one, Tensor)):
         raise LeftVmap("`roll` of a number rolls the records")
-    if (name in _TABLES and sum(map(is_batched, given)) > 1) or (name in _FILLS and any(map(is_batched, given[1:]))):
+    tables = name in _TABLES and sum(map(is_batched, named.values())) > 1
+    if tables or (name in _FILLS and any(map(is_batched, of_others))):
         raise LeftVmap(f"`{name}` reaches the numbers of other records by an index beyond its own")
 
 
@@ -256,6 +292,20 @@ _OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "n
 #: operators for which torch's rules see the records as one table, if places in it are those of records, too
 _TABLES = frozenset({"embedding", "embedding_renorm_"})
 _FILLS = frozenset({"index_fill", "index_fill_"})
+#: what changes which memory is a tensor's: that of a record under `vmap` lies beside that of the others
+_OF_STORAGE = frozenset(
+    {
+        "resize",
+        "resize_as",
+        "set",
+        "resize_",
+        "resize_as_",
+        "resize_as_sparse_",
+        "_resize_output_",
+        "set_",
+        "as_strided_",
+    }
+)
 
 
 def is_batched(value: Any) -> bool:
@@ -315,7 +365,7 @@ class Watch:
     """
 
     def __init__(self, owners: Sequence[object], under_vmap: bool, calls: WatchedCalls | None = None) -> None:
-        self._owners = owners
+        self._owners, self._under_vmap, self._seed = owners, under_vmap, 0
         self._recurrent = [
             part
             for owner in owners
@@ -330,6 +380,7 @@ class Watch:
     def begin(self) -> None:
         """Note what is kept before the first pass of a computation: between two, other code may change a model."""
         self.calls.forget()
+        self._seed = torch.initial_seed()
         self._before = Kept(self._owners) if self._before is None else self._before.again()
         self._large = self._large.again(self._large_tensors())
 
@@ -349,6 +400,8 @@ class Watch:
     def check(self) -> None:
         """Raise UserError if something stays of the last pass. Nothing of it may be held by the caller any more."""
         assert self._before is not None
+        if self._under_vmap and torch.initial_seed() != self._seed:
+            raise LeftVmap("torch.manual_seed gives each place of a pass known random numbers")
         for layer in self._recurrent:  # which list the parameters of their last pass
             layer._update_flat_weights()
         self._before.require_same("a tensor of a pass" if self.calls.kept() else "")
