@@ -104,8 +104,8 @@ _text_by_torch = torch._tensor_str._str
 torch._tensor_str._str = _text  # type: ignore[assignment]
 custom_function_call.functorch_table[TransformType.Vmap] = _of_function
 for _kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
-    _kind.__call__ = _not_within_a_pass(_kind.__call__)
-checkpoint._checkpoint_hook = _Checkpoint
+    _kind.__call__ = _not_within_a_pass(_kind.__call__)  # type: ignore[method-assign]
+checkpoint._checkpoint_hook = _Checkpoint  # type: ignore[misc]
 
 
 def _require_no_code(func: Any, types: Any, values: Sequence[Any]) -> None:
@@ -293,7 +293,11 @@ _OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "n
 _TABLES = frozenset({"embedding", "embedding_renorm_"})
 _FILLS = frozenset({"index_fill", "index_fill_"})
 #: what changes which memory is a tensor's: that of a record under `vmap` lies beside that of the others
-_OF_STORAGE = frozenset(
+_OF_STORAGE = frozenset({"resize", "resize_as", "set", "as_strided_", "_resize_output_", "resize_as_sparse_"}) | {
+    "resize_",
+    "resize_as_",
+    "set_",
+}
     {
         "resize",
         "resize_as",
