@@ -293,22 +293,8 @@ _OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "n
 _TABLES = frozenset({"embedding", "embedding_renorm_"})
 _FILLS = frozenset({"index_fill", "index_fill_"})
 #: what changes which memory is a tensor's: that of a record under `vmap` lies beside that of the others
-_OF_STORAGE = frozenset({"resize", "resize_as", "set", "as_strided_", "_resize_output_", "resize_as_sparse_"}) | {
-    "resize_",
-    "resize_as_",
-    "set_",
-}
-    {
-        "resize",
-        "resize_as",
-        "set",
-        "resize_",
-        "resize_as_",
-        "resize_as_sparse_",
-        "_resize_output_",
-        "set_",
-        "as_strided_",
-    }
+_OF_STORAGE = frozenset(
+    "resize resize_ resize_as resize_as_ resize_as_sparse_ _resize_output_ set set_ as_strided_".split()
 )
 
 
