@@ -293,9 +293,8 @@ _OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "n
 _TABLES = frozenset({"embedding", "embedding_renorm_"})
 _FILLS = frozenset({"index_fill", "index_fill_"})
 #: what changes which memory is a tensor's: that of a record under `vmap` lies beside that of the others
-_OF_STORAGE = frozenset(
-    "resize resize_ resize_as resize_as_ resize_as_sparse_ _resize_output_ set set_ as_strided_".split()
-)
+_RESIZING = "resize resize_ resize_as resize_as_ resize_as_sparse_ _resize_output_"
+_OF_STORAGE = frozenset({*_RESIZING.split(), "set", "set_", "as_strided_"})
 
 
 def is_batched(value: Any) -> bool:
