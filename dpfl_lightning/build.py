@@ -1,16 +1,13 @@
 """From a configuration to what a client has: records, model and engine."""
 
-import dataclasses
-
 import torch
 from torch import nn
 
-from dpfl_lightning import data, models
-from dpfl_lightning.config.options import OWN_DATA, DataOptions, Options
+from dpfl_lightning import models
+from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.registry import made_by
 from dpfl_lightning.data import Population
-from dpfl_lightning.data.frames import NO_PERSON, OF_A_TABLE, table_of
-from dpfl_lightning.data.own import own_population
+from dpfl_lightning.data.arrival import arrival_of
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
@@ -28,43 +25,12 @@ ENGINES: dict[str, type[SerialEngine]] = {
 
 def build_population(options: Options) -> Population:
     """Return the clients of a configuration, with the records of its data set."""
-    values = dataclasses.asdict(options.data)
-    class_path, init_args, arguments = (values.pop(key) for key in OWN_DATA)
-    if class_path is not None:
-        return own_population(class_path, init_args, arguments, options.clients.count)
-    dataset = data.load(values.pop("name"), values.pop("folder"), values.pop("download"))
-    for key in ("partition", "groups", "label_noise"):
-        if (named := values[key]) is not None:
-            values[key] = named.pop("name"), named
-    count = options.clients.count
-    assert count is not None  # for mypy: `config.options.check` requires it
-    return Population.partitioned(dataset, num_clients=count, seed=options.seed, **values)
-
-
-def of_table(data: DataOptions) -> bool:
-    return data.class_path is not None and data.class_path.endswith("Population.from_dataframe")
+    return arrival_of(options.data).population(options.clients.count, options.seed)
 
 
 def build_test_set(options: Options) -> Population | None:
-    """Return a population with the test set of a run over sites; None if a table has none. It needs no `df`."""
-    data = options.data
-    if data.class_path is None:
-        return build_population(options)
-    if of_table(data):
-        if (test := data.init_args.get("test")) is None:
-            return None
-        person = data.init_args.get("person")  # the sites have theirs; a test set may do without
-        person = None if person == NO_PERSON else person
-        usual = {name: data.init_args.get(name) or {} for name in OF_A_TABLE}
-        table = table_of(test, "test", list(data.init_args.get("dates") or ()), **usual)
-        dropped = [*(data.init_args.get("drop") or ()), *(one for one in table.frame.columns if one == person)]
-        given = {**data.init_args, "df": {"test": table}, "test": table, "drop": dropped}
-        population = own_population(
-            data.class_path, given | {"client": None, "person": NO_PERSON}, data.population_args, None
-        )
-        return dataclasses.replace(population, schema={**population.schema, "person": person})
-    clients = dataclasses.replace(options.clients, count=None)
-    return build_population(dataclasses.replace(options, data=data, clients=clients))
+    """Return a population with the test set of a run over sites, which has no records of theirs; None without."""
+    return arrival_of(options.data).test_set(options.seed)
 
 
 def build_module(options: Options, population: Population | Facts) -> ClientModule:

@@ -139,7 +139,7 @@ def made_by(section: str, class_path: str, init_args: Mapping[str, Any]) -> Any:
 
     Raises UserError if it cannot be imported or does not take these arguments.
     """
-    function, key = _function(f"{section}.class_path", class_path), f"{section}.init_args"
+    function, key = function_of(f"{section}.class_path", class_path), f"{section}.init_args"
     signature = inspect.signature(function)
     takes = {name: one for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD}
     others = [name for name in init_args if name not in takes]
@@ -180,7 +180,8 @@ def _is_users(file: str) -> bool:
     return not any(Path(file).is_relative_to(folder) for folder in libraries) and not file.startswith("<")
 
 
-def _function(key: str, path: str) -> Callable[..., Any]:
+def function_of(key: str, path: str) -> Callable[..., Any]:
+    """Return the class or function that `key` names. Raises UserError if it cannot be imported, or is neither."""
     function = _imported(key, path)
     require(callable(function), key, "be a class or a function", path)
     return function  # type: ignore[no-any-return]
@@ -225,7 +226,7 @@ def help_text(key: str, name: str | None, about: str) -> str:
     known = getattr(module, registry.functions)() if registry.functions else getattr(module, registry.attribute)
     given, prefix = registry.given, f"--{key}"
     if name is not None and "." in name and key in ("strategies", "model"):
-        known, given = {name: _function(f"{key}.help", name)}, 0
+        known, given = {name: function_of(f"{key}.help", name)}, 0
         prefix = f"--{key}" if key == "strategies" else f"--{key}.init_args"
     if name is None:
         width = max(map(len, known))

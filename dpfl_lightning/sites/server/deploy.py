@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 import dpfl_lightning
-from dpfl_lightning.build import build_test_set, of_table
+from dpfl_lightning.build import build_test_set
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
+from dpfl_lightning.data.arrival import arrival_of
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.client.answers import is_answerable
 from dpfl_lightning.federated.client.identity import deciding_options, module_digest
@@ -93,11 +94,8 @@ def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
 
 def with_columns(options: Options, sites: Sequence[Site]) -> Options:
     """Return options whose test table has the columns of the sites in their order, unless others are named."""
-    columns, given = sites[0].schema.get("columns"), options.data.init_args
-    if columns is None or not of_table(options.data) or sorted(given.get("features") or columns) != sorted(columns):
-        return options
-    data = dataclasses.replace(options.data, init_args={**given, "features": list(columns)})
-    return dataclasses.replace(options, data=data)
+    columns = sites[0].schema.get("columns")
+    return options if columns is None else dataclasses.replace(options, data=arrival_of(options.data).ordered(columns))
 
 
 def planning_loop(options: Options, sites: Sequence[Site]) -> FederatedLoop:
