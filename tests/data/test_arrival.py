@@ -47,5 +47,5 @@ def test_a_new_way_takes_a_class_and_a_registration(monkeypatch):
 
 
 def test_a_path_that_cannot_be_imported_is_one_clear_error():
-    with pytest.raises(UserError, match="`data.class_path` must be importable"):
+    with pytest.raises(UserError, match=r"`data.class_path` must be importable"):
         build_test_set(options("no_such_module.rows"))
