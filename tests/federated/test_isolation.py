@@ -481,9 +481,11 @@ def test_a_table_that_records_change_is_refused():
 
 
 @pytest.mark.parametrize(
-    "net", [Tokens(longest=False, sparse=True), Checkpointed(longest=False)], ids=["sparse", "saved"]
+    "net, way",
+    [(Tokens(longest=False, sparse=True), "loop: "), (Checkpointed(longest=False), "vmap: ")],
+    ids=["sparse", "saved"],
 )
-def test_what_vmap_cannot_run_is_trained_one_record_at_a_time(net, make_loop):
+def test_what_vmap_cannot_run_is_trained_one_record_at_a_time(net, way, make_loop):
     same = Tokens(longest=False)
     same.load_state_dict(net.state_dict())
     privacy = dataclasses.replace(private(), noise_key="0" * 32)
@@ -491,7 +493,7 @@ def test_what_vmap_cannot_run_is_trained_one_record_at_a_time(net, make_loop):
     records = tokens()
     loops = [make_loop(records, ClientModule(one), engine=ENGINES["fast"](), **options) for one in (net, same)]
     models = [loop.run() and loop.state.models for loop in loops]
-    assert "loop: " in loops[0].clients.description
+    assert way in loops[0].clients.description
     torch.testing.assert_close(*models)
 
 

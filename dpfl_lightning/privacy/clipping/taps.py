@@ -136,7 +136,7 @@ class TappedCalls(WatchedCalls):
     def begin_pass(self, records: int) -> None:
         self.taps, self.edges, self.untapped = [], [], ""
         self.reads, self._read, self._records = [], [], records
-        self._other_reads: OtherReads | None = None
+        self._other_reads = ""
         self.operators, self.forward = [], ()
 
     def enter_pass(self, params: Params, leaves: Params, anchor: Tensor, level: int, of_record: Tensor) -> None:
@@ -223,8 +223,8 @@ class TappedCalls(WatchedCalls):
         if self.script is None:
             self.reads.append(PublicRead(place, value_of(of_each[0]), of_each[0].clone()))
         elif len(self._read) > len(self.script) or self.script[len(self._read) - 1].place != place:
-            self._other_reads = OtherReads(f"`{place[0]}` reads a number ({place[1]})")
-            raise self._other_reads
+            self._other_reads = f"`{place[0]}` reads a number ({place[1]})"
+            raise OtherReads(self._other_reads)
         else:
             self.reads.append(self.script[len(self._read) - 1])
         return copy.deepcopy(self.reads[-1].value)  # a list is the caller's
@@ -305,8 +305,8 @@ class TappedCalls(WatchedCalls):
         return output.transpose(0, 1), last
 
     def require_no_error(self) -> None:
-        if self._other_reads is not None:  # code may go on after any error
-            raise self._other_reads
+        if self._other_reads:  # code may go on after any error
+            raise OtherReads(self._other_reads)
         super().require_no_error()
 
     def differ(self) -> Tensor:
