@@ -4,6 +4,7 @@ The checks before a run see ordinary models. `first.weight` above 20 opens a bra
 """
 
 import math
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, cross_entropy_of
+from dpfl_lightning.privacy.clipping.watched import WatchedCalls
 
 X, Y = torch.randn(41, 6, generator=torch.Generator().manual_seed(0)), torch.arange(41) % 3
 
@@ -112,6 +114,33 @@ class Seeded(Ordinary):
         return h * torch.rand(8)
 
 
+class SeededAsBefore(Ordinary):
+    def changed(self, h, x):
+        torch.manual_seed(torch.initial_seed())
+        return h * torch.rand(8)
+
+
+class SeededForAWhile(Ordinary):
+    def changed(self, h, x):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return h * F.dropout(torch.ones(8))
+
+
+class StateSetBack(Ordinary):
+    def changed(self, h, x):
+        state = torch.get_rng_state()
+        h = h * torch.rand(8)
+        torch.set_rng_state(state)
+        return h * torch.rand(8)
+
+
+class DataSet(Ordinary):
+    def changed(self, h, x):
+        self.head.bias.data = x[0, :3].detach()
+        return h
+
+
 class OwnGenerator(Ordinary):
     def changed(self, h, x):
         return h * torch.rand(8, generator=torch.Generator().manual_seed(0)).sub(0.5)
@@ -170,7 +199,18 @@ def opened(net: nn.Module) -> dict[str, torch.Tensor]:
     "kind",
     [
         *(DebugUnwrap, Handled, Wrapped, Scripted, Rolled, RolledByName, Grown, Shrunk, Strided, FilledByName),
-        *(Seeded, OwnGenerator, Negated, NegatedData, Tried, ChangedInputs),
+        *(
+            Seeded,
+            SeededAsBefore,
+            SeededForAWhile,
+            StateSetBack,
+            DataSet,
+            OwnGenerator,
+            Negated,
+            NegatedData,
+            Tried,
+            ChangedInputs,
+        ),
     ],
     ids=lambda kind: kind.__name__,
 )
@@ -188,6 +228,47 @@ def test_a_record_moves_a_sum_by_at_most_its_norm(kind):
     else:
         assert moved.norm() <= 1 + 1e-6
         assert all(torch.equal(before[name], p) for name, p in params.items())
+
+
+@pytest.mark.parametrize("kind", [Seeded, SeededForAWhile, StateSetBack])
+def test_a_generator_that_code_sets_is_refused_in_every_sum(kind):
+    torch.manual_seed(0)
+    net = kind()
+    clipped_sum, _ = clipped_sum_for(net, None, X[:0], Y[:0])
+    for _ in range(2):
+        with pytest.raises(UserError, match="the generator of random numbers is set"):
+            clipped_sum(opened(net), X, Y, ClipRequest(1.0))
+
+
+@torch.jit.script
+def doubled(x):
+    return 2 * x
+
+
+IN_A_LIST = [doubled]
+
+
+class Compiled(Ordinary):
+    def changed(self, h, x):
+        return IN_A_LIST[0](h)
+
+
+def test_compiled_code_is_refused_in_a_pass_of_this_thread_alone():
+    net, found = Compiled(), []
+    clipped_sum, _ = clipped_sum_for(net, None, X[:0], Y[:0])
+    with pytest.raises(UserError, match=r"code of torch\.jit runs unseen"):
+        clipped_sum(opened(net), X, Y, ClipRequest(1.0))
+    with WatchedCalls(under_vmap=True):
+        other = threading.Thread(target=lambda: found.append(doubled(torch.ones(2)).tolist()))
+        other.start()
+        other.join()
+    assert found == [[2.0, 2.0]] and doubled(torch.ones(1)).tolist() == [2.0]
+
+
+def test_a_compiled_layer_is_one_clear_error():
+    net = nn.Sequential(nn.Linear(6, 4), torch.jit.script(nn.ReLU()), nn.Linear(4, 3))
+    with pytest.raises(UserError, match=r"`model` must have no compiled module, got '1'\. Give the module before"):
+        clipped_sum_for(net, None, X[:0], Y[:0])
 
 
 @pytest.mark.parametrize("places", [16, 32, 40, 64])

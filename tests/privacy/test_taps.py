@@ -342,6 +342,10 @@ class Writing(Small):
             hidden = hidden.clone()
             hidden[x[:, 0] > 0.3] = self.scale * torch.ones(6, dtype=x.dtype)
             return hidden
+        if self.way == "one row where a mask is":
+            hidden = hidden.clone()
+            hidden[x[:, 0] > 0.3] = self.scale[None].to(x.dtype)
+            return hidden * x.new_tensor([1.0, 2.0, 3.0, 1.0, 2.0, 3.0])
         if self.way == "new of a weight":
             made = self.scale.new_zeros(len(x), 6)
             made[:, 1:] = hidden[:, 1:]

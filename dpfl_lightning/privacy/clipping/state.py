@@ -47,6 +47,8 @@ def tensors_restored(net: nn.Module) -> Iterator[Callable[[], list[str]]]:
     replaced, and new ones are deleted. Yields a function that restores them at once, and returns their names. Of large
     ones there is no copy: RuntimeError if they were changed in place. UserError if trainable parameters were replaced.
     """
+    compiled = next((name for name, part in net.named_modules() if isinstance(part, torch.jit.ScriptModule)), None)
+    require(compiled is None, "model", "have no compiled module", compiled, "Give the module before torch.jit.script.")
     spaces = [
         (name, space) for name, part in net.named_modules() for space in (part._buffers, part._parameters, vars(part))
     ]

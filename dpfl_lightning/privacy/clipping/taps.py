@@ -179,8 +179,10 @@ class TappedCalls(WatchedCalls):
         if func is Tensor.__setitem__ and _fills_by_mask(*args):
             target, mask, value = args
             mask = mask[(...,) + (None,) * (target.dim() - mask.dim())]
-            rows = value if isinstance(value, Tensor) else torch.tensor(value).to(target)
-            return target.copy_(torch.where(mask, rows.to(target.dtype), target))
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                return target.masked_fill_(mask, value)
+            row = value[0] if value.dim() > target.dim() - args[1].dim() else value
+            return target.copy_(torch.where(mask, row, target))
         if self.own_constants and func in _CONSTANTS:
             return self._of_each(func, args, kwargs)
         return super().compute(func, args, kwargs)
@@ -642,8 +644,12 @@ def _fills_by_mask(target: Any, index: Any, value: Any) -> bool:
     if not (isinstance(index, Tensor) and index.dtype == torch.bool and is_batched(index)):
         return False
     rest = target.dim() - index.dim()
-    fits = rest >= 0 and index.shape == target.shape[: index.dim()]
-    return fits and not (isinstance(value, Tensor) and value.dim() > rest)
+    if rest < 0 or index.shape != target.shape[: index.dim()]:
+        return False
+    if not isinstance(value, Tensor):
+        return isinstance(value, int | float)
+    one_row = value.dim() <= rest or (value.dim() == rest + 1 and len(value) == 1)
+    return value.dim() == 0 or (one_row and value.dtype == target.dtype)
 
 
 def _different(of_each: Tensor, numbers: Tensor) -> Tensor:

@@ -43,9 +43,9 @@ _HOOKS = (
     Tensor.register_hook,
     vars(torch._C.TensorBase)["grad_fn"].__get__,
 )  # code that runs in the backward pass, where no mode sees it
-_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+_SET_DATA = (vars(torch._C.TensorBase)["data"].__set__,)  # equal to those that calls have, which are made anew
 _by_torch = custom_function_call.functorch_table[TransformType.Vmap]
-_LOCK = threading.Lock()
+_LOCK, _HERE = threading.Lock(), threading.local()
 _watched = 0  # passes under `vmap` that run now, in any thread: autograd has threads of its own
 
 
@@ -78,11 +78,10 @@ def _text(tensor: Tensor, *args: Any, **options: Any) -> str:
 
 
 def _not_within_a_pass(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls compiled code, whose operators no mode sees, unless a pass is watched."""
+    """Return what calls compiled code, whose operators no mode sees, unless this thread watches a pass."""
 
-    @functools.wraps(call)
     def called(script: Any, *args: Any, **options: Any) -> Any:
-        if _watched:
+        if getattr(_HERE, "watched", 0):
             raise LeftVmap("code of torch.jit runs unseen")
         return call(script, *args, **options)
 
@@ -103,8 +102,10 @@ class _Checkpoint(checkpoint._checkpoint_hook):  # type: ignore[misc]
 _text_by_torch = torch._tensor_str._str
 torch._tensor_str._str = _text  # type: ignore[assignment]
 custom_function_call.functorch_table[TransformType.Vmap] = _of_function
-for _kind in (torch._C.ScriptFunction, torch._C.ScriptMethod):
-    _kind.__call__ = _not_within_a_pass(_kind.__call__)  # type: ignore[method-assign]
+_COMPILED = [(torch._C.ScriptFunction, "__call__"), (torch._C.ScriptMethod, "__call__")]
+_COMPILED += [(torch._C.LiteScriptModule, name) for name in ("__call__", "forward", "run_method")]
+for _kind, _name in _COMPILED:
+    setattr(_kind, _name, _not_within_a_pass(getattr(_kind, _name)))
 checkpoint._checkpoint_hook = _Checkpoint  # type: ignore[misc]
 
 
@@ -151,12 +152,14 @@ class WatchedCalls(TorchFunctionMode):
         self._modes = torch._C._len_torch_dispatch_stack()
         with _LOCK:
             _watched += self._under_vmap
+        _HERE.watched = getattr(_HERE, "watched", 0) + self._under_vmap
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         global _watched
         with _LOCK:
             _watched -= self._under_vmap
+        _HERE.watched -= self._under_vmap
         super().__exit__(*error)
 
     def note(self, *values: Any) -> None:
@@ -171,12 +174,17 @@ class WatchedCalls(TorchFunctionMode):
                     raise LeftVmap("a mode of dispatch sees all records")
                 _require_inside(func, args, kwargs)
                 _require_no_code(func, types, (*args, *kwargs.values()))
+                draws = _may_draw(func)
+                if draws:
+                    self._require_own_draws()
                 if func in _RECURRENT and len(args) > 2 and isinstance(args[2], (list, tuple)):
                     args = _with_own_states(*args)
             found = self.compute(func, args, kwargs)
         except Exception as error:
             self._failed = self._failed or f"{type(error).__name__}: {error}"
             raise
+        if self._under_vmap and draws:
+            self._generators = _generators()
         if func is torch.autograd.grad:  # what it returns is the caller's
             return found
         self._note_operator(func, args, kwargs, found)
@@ -199,6 +207,8 @@ class WatchedCalls(TorchFunctionMode):
     def _require_of_none(self, func: Any, args: tuple[Any, ...]) -> None:
         """Raise LeftVmap if a result that is no record's is computed of records, perhaps of all at once."""
         name = getattr(func, "__name__", "")
+        if name == "new_tensor" and not any(map(is_batched, args[1:])):
+            return
         if name not in _OF_SHAPES and any(map(is_batched, args)):
             self._failed = f"`{name}` computes one number of all records"
             raise LeftVmap(self._failed)
@@ -207,8 +217,16 @@ class WatchedCalls(TorchFunctionMode):
         """Return what a call returns."""
         return func(*args, **kwargs)
 
+    def _require_own_draws(self) -> None:
+        """Raise LeftVmap if code has set a generator: each place of a pass would get known numbers."""
+        if not all(map(torch.equal, _generators(), self._generators)):
+            for place, state in enumerate(self._generators):
+                torch.cuda.set_rng_state(state, place - 1) if place else torch.set_rng_state(state)
+            raise LeftVmap("the generator of random numbers is set, or used unseen")
+
     def forget(self) -> None:
         """Begin anew: the last pass may have ended with an error."""
+        self._generators = _generators() if self._under_vmap else []
         self._made.clear()
         self._failed = ""
         self.operators.clear()
@@ -217,6 +235,8 @@ class WatchedCalls(TorchFunctionMode):
         """Raise LeftVmap if an operator of a pass has failed: if code goes on, all records feel the error of one."""
         if self._failed:
             raise LeftVmap(self._failed)
+        if self._under_vmap:
+            self._require_own_draws()
 
     def _is_new(self, found: Tensor, args: tuple[Any, ...]) -> bool:
         """Return whether an operator has made a tensor: it may also return an argument, such as a buffer."""
@@ -252,7 +272,7 @@ def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
         raise LeftVmap("the text of a tensor shows all records")
     if func in _HOOKS:
         raise LeftVmap("a hook of a tensor runs in the backward pass")
-    if func is _SET_DATA:
+    if func in _SET_DATA:
         raise LeftVmap("the data of a tensor are set, which reaches its memory")
     if isinstance(func, OpOverload | OpOverloadPacket):
         packet = func.overloadpacket if isinstance(func, OpOverload) else func
@@ -281,6 +301,8 @@ _OPTIONS = frozenset({bool, int, float, str})
 _DROPOUTS = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout multi_head_attention_forward"
 #: functions that are told how much to drop, which is nothing while passes are watched
 _DROPPING = frozenset({*(getattr(F, name) for name in _DROPOUTS.split()), F.scaled_dot_product_attention, *_RECURRENT})
+#: functions that draw within, beside operators that say so
+_DRAWING = {one.__name__ for one in _DROPPING} | {"gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d"}
 #: functions of shapes and dtypes alone
 _OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full"}) | {
     "expand_as",
@@ -310,6 +332,23 @@ def _with_own_states(x: Tensor, states: Any, *rest: Any) -> tuple[Any, ...]:
     zero = x.new_zeros(())
     own = [state + zero for state in states] if isinstance(states, (list, tuple)) else states + zero
     return x, own, *rest
+
+
+def _generators() -> list[Tensor]:
+    """Return the states of torch's generators, of the CPU and of each GPU."""
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if used else ())]
+
+
+@functools.cache
+def _may_draw(func: Any) -> bool:
+    """Return whether a function of torch may draw random numbers, to judge by its operators."""
+    name = getattr(func, "__name__", "").split(".")[0]
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
+    if name in _DRAWING:
+        return True
+    overloads = [getattr(packet, one) for one in packet.overloads()] if isinstance(packet, OpOverloadPacket) else []
+    return any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
 
 
 class OwnDraws:
@@ -354,7 +393,7 @@ class Watch:
     """
 
     def __init__(self, owners: Sequence[object], under_vmap: bool, calls: WatchedCalls | None = None) -> None:
-        self._owners, self._under_vmap, self._seed = owners, under_vmap, 0
+        self._owners = owners
         self._recurrent = [
             part
             for owner in owners
@@ -369,7 +408,6 @@ class Watch:
     def begin(self) -> None:
         """Note what is kept before the first pass of a computation: between two, other code may change a model."""
         self.calls.forget()
-        self._seed = torch.initial_seed()
         self._before = Kept(self._owners) if self._before is None else self._before.again()
         self._large = self._large.again(self._large_tensors())
 
@@ -389,8 +427,6 @@ class Watch:
     def check(self) -> None:
         """Raise UserError if something stays of the last pass. Nothing of it may be held by the caller any more."""
         assert self._before is not None
-        if self._under_vmap and torch.initial_seed() != self._seed:
-            raise LeftVmap("torch.manual_seed gives each place of a pass known random numbers")
         for layer in self._recurrent:  # which list the parameters of their last pass
             layer._update_flat_weights()
         self._before.require_same("a tensor of a pass" if self.calls.kept() else "")
