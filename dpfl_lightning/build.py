@@ -30,7 +30,7 @@ def build_population(options: Options) -> Population:
 
 def build_test_set(options: Options) -> Population | None:
     """Return a population with the test set of a run over sites, which has no records of theirs; None without."""
-    return arrival_of(options.data).test_set(options.seed)
+    return arrival_of(options.data).test_set(options.clients.count, options.seed)
 
 
 def build_module(options: Options, population: Population | Facts) -> ClientModule:

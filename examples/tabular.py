@@ -25,7 +25,7 @@ population = Population.from_dataframe(
     client="hospital",
     label="diagnosis",
     classes=["benign", "malignant"],
-    scale=FEATURES,
+    columns={name: {"scale": scale} for name, scale in FEATURES.items()},
     test=frame[is_test],
     held_out=0,
 )

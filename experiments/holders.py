@@ -141,8 +141,9 @@ class Comparison:
             label="ill",
             num_classes=2,
             features=features,
-            scale={one: (drawn(self.rng, 0, 50), drawn(self.rng, 20, 80)) for one in features},
-            fill=dict.fromkeys(features, 0.0),
+            columns={
+                one: {"scale": (drawn(self.rng, 0, 50), drawn(self.rng, 20, 80)), "fill": 0.0} for one in features
+            },
             person="patient" if "patient" in table and self.rng.random() < 0.5 else "none",
         )
         evidence = population.evidence(KEY)  # the account's own is another one each time, and so are the least digests

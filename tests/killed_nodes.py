@@ -32,7 +32,7 @@ _OPERATIONS = {"accept": 20, "node": 100, "server": 200}
 _TABLE = {
     "label": "died",
     "classes": ["no", "yes"],
-    "scale": {"age": [50, 20], "crp": [10, 10]},
+    "columns": {"age": {"scale": [50, 20]}, "crp": {"scale": [10, 10]}},
     "held_out": 0.2,
 }
 _OTHERS = {

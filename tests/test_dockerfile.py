@@ -262,7 +262,7 @@ def test_a_node_can_write_its_account_and_its_operator_reads_the_same(file, tmp_
 
     berlin, table, config = Path(words[2]), tmp_path / "berlin.csv", tmp_path / "site.yaml"
     table.write_text("age,ill\n" + "".join(f"{20 + row % 45},{row % 2}\n" for row in range(60)))
-    data = {"label": "ill", "classes": [0, 1], "scale": {"age": [30, 20]}}
+    data = {"label": "ill", "classes": [0, 1], "columns": {"age": {"scale": [30, 20]}}}
     made = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": data}
     config.write_text(yaml.dump({"data": made, "privacy": {"delta": 1e-3}}))
     limit = ["--data.init_args.df", str(table), "--privacy.epsilon", "5"]

@@ -67,7 +67,7 @@ def test_a_population_has_no_other_names(name, tmp_path):
 def test_a_table_has_no_other_columns_and_categories(name):
     for frame, values in ((table(column=name), ["f"]), (table(value=name), [name])):
         with pytest.raises(UserError, match="have 1 to 200 visible characters and spaces"):
-            made(frame, categories={"sex": values})
+            made(frame, columns={"sex": {"categories": values}})
 
 
 @pytest.mark.parametrize("name", BAD)

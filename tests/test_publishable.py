@@ -55,8 +55,7 @@ data:
     label: ill
     classes: ["no", "yes"]
     person: fallnummer
-    scale: {{lactate: [2, 1]}}
-    categories: {{sex: [f, m]}}
+    columns: {{lactate: {{scale: [2, 1]}}, sex: {{categories: [f, m]}}}}
     read: {{na_values: [unbefundet]}}
     replace: {{sex: {{weiblich: f, maennlich: m}}, ill: {{krankhaft: "yes", gesund: "no"}}}}
 model: {{name: logistic}}

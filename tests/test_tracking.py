@@ -402,7 +402,7 @@ def test_logged_models_are_loaded_and_used_without_a_pickle(new_tracking, only_r
     assert torch.equal(load_model(file)(x), expected)
 
     names = ["age (scaled)", "bmi", "sex=f", "sex=m"]
-    facts = dataclasses.replace(view.facts, features={"names": names, "scale": {"age": [50.0, 20.0]}})
+    facts = dataclasses.replace(view.facts, features={"names": names, "encoding": {"age": {"scale": [50.0, 20.0]}}})
     table = pandas.DataFrame(x.double().numpy(), columns=names)[names[::-1]]
     for pickles in (False, True):
         of = dataclasses.replace(view, facts=facts)

@@ -71,15 +71,16 @@ data:
     label: {label}  # the outcome; site.yaml shows what columns hold
     classes: null  # in the order of their numbers and in quotes, as in ["no", "yes"]; for numbers leave this line out
     person: {person}  # {about_person}
-    drop: {drop}  # look like identifiers or free text; columns that are in no list are numbers as they are
-    scale:{scale}
-    categories:{categories}
-    dates:{dates}
-    fill: {{}}  # public values in place of missing ones, as in {{{column}: 1}}
-    units: {{}}  # of columns, as in {{{column}: mg/l}}: a site with another one is refused
+    drop: {drop}  # look like identifiers or free text
+    # Of numbers the public mean and standard deviation, scale: [60, 15] (of dates in days); without a line they are
+    # inputs as they are. Of texts the public values, categories: [a, b]. Of dates a public first day, "2020-01-01".
+    # Add fill: 1, a public value in place of missing ones, and unit: mg/l, so that a site with another one is refused.
+    columns:{columns}
     held_out: {held_out}  # 0: all records train; 0.2: a fifth scores models at each site
 """
 
+#: what has to be filled in of columns
+_NULLS = {"number": {"scale": None}, "category": {"categories": None}, "date": {"since": None, "scale": None}}
 _PERSON = "names a row's person, to judge by its name: confirm it, or write null if each row is another person"
 _NO_PERSON = "the column that names the person of a row, if a person may have several rows"
 
@@ -170,18 +171,14 @@ def _for_tables(paths: Sequence[Path], folder: Path) -> tuple[dict[str, str], li
     columns = looked[paths[0]][1]
     label, person = likely_label(columns), likely_person(columns)
     inputs = [one for one in columns if one.name not in (label, person)]
-    numbers = [one for one in inputs if one.kind in ("number", "date")]
-    example = next((one.name for one in inputs if one.kind == "number"), "COLUMN")
+    unfilled = [f"\n      {_pair(one.name, _NULLS[one.kind])}" for one in inputs if one.kind in _NULLS]
     shared = _DATA.format(
         label=inline(label, unicode=True),
         person=inline(person, unicode=True),
         about_person=_NO_PERSON if person is None else _PERSON,
         drop=inline([one.name for one in inputs if one.kind == "other"], unicode=True),
-        scale=_unfilled(numbers, "public mean and standard deviation, as in [60, 15]; of dates in days"),
-        categories=_unfilled([one for one in inputs if one.kind == "category"], "public values, as in [a, b]"),
-        dates=_unfilled([one for one in inputs if one.kind == "date"], 'a public first day, as in "2020-01-01"'),
+        columns="".join(unfilled) or " {}",
         held_out=0 if len(paths) == 1 else 0.2,
-        column=inline(example, unicode=True),
     )
     files = {path: os.path.relpath(path, folder) for path in paths}
     tables = ["df:", *(f"  {_pair(one.stem, {'file': files[one], 'read': looked[one][0]})}" for one in paths)]
@@ -192,11 +189,6 @@ def _for_tables(paths: Sequence[Path], folder: Path) -> tuple[dict[str, str], li
     written = {"data.yaml": shared, "site.yaml": site, "run.yaml": _RUN}
     guessed = [path.name for path in paths if looked[path][0].get("encoding") == "cp1252"]
     return written, differences({path.name: looked[path] for path in paths}, label), guessed
-
-
-def _unfilled(columns: Sequence["Column"], meaning: str) -> str:
-    lines = [f"\n      {_pair(one.name, None)}" for one in columns]
-    return f"  # {meaning}{''.join(lines)}" if lines else " {}"
 
 
 def _pair(name: str, value: Any) -> str:

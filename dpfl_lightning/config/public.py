@@ -12,7 +12,7 @@ from dpfl_lightning.runtime.text import without_credentials, without_secrets
 LEFT_OUT = "(not published)"
 #: arguments of this package's data that all clients and the server agree on
 _AGREED = """
-client person label features drop scale categories fill dates units held_out classes num_classes seed size channels lazy
+client person label features drop columns held_out classes num_classes seed size channels lazy
 """
 AGREED = frozenset(_AGREED.split())
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from dpfl_lightning import data
 from dpfl_lightning.config.options import OWN_DATA, DataOptions
 from dpfl_lightning.config.registry import function_of
+from dpfl_lightning.data.columns import Column
 from dpfl_lightning.data.frames import NO_PERSON, OF_A_TABLE, table_of
 from dpfl_lightning.data.own import own_population
 from dpfl_lightning.data.population import Population
@@ -33,9 +34,9 @@ class Arrival:
         """Return the clients, of which there are so many (None: any), with their records."""
         raise NotImplementedError
 
-    def test_set(self, seed: int) -> Population | None:
+    def test_set(self, clients: int | None, seed: int) -> Population | None:
         """Return a population with the test set of a run over sites, which has no records of theirs; None without."""
-        return self.population(None, seed)
+        return self.population(clients, seed)
 
     def ordered(self, columns: Sequence[str]) -> DataOptions:
         """Return options that give inputs in the order of these columns of the sites, if they say nothing else."""
@@ -62,6 +63,9 @@ class OfUser(Arrival):
 
     def population(self, clients: int | None, seed: int) -> Population:
         return self._made(clients, self.options.init_args)
+
+    def test_set(self, clients: int | None, seed: int) -> Population | None:
+        return self._made(None, self.options.init_args)  # whose number the sites decide
 
     def _made(self, clients: int | None, init_args: dict[str, Any]) -> Population:
         assert self.options.class_path is not None  # for mypy
@@ -95,14 +99,16 @@ def arrival_of(options: DataOptions) -> Arrival:
 class OfTables(OfUser):
     """Tables, of which a server without the sites' records needs the test table alone."""
 
-    def test_set(self, seed: int) -> Population | None:
+    def test_set(self, clients: int | None, seed: int) -> Population | None:
         given = self.options.init_args
         if (test := given.get("test")) is None:
             return None
         person = given.get("person")  # the sites have theirs; a test set may do without
         person = None if person == NO_PERSON else person
         usual = {name: given.get(name) or {} for name in OF_A_TABLE}
-        table = table_of(test, "test", list(given.get("dates") or ()), **usual)
+        columns = {name: Column.of(f"columns: {name}", one) for name, one in (given.get("columns") or {}).items()}
+        dates = [name for name, one in columns.items() if one.kind == "date"]
+        table = table_of(test, "test", dates, **usual)
         dropped = [*(given.get("drop") or ()), *(one for one in table.frame.columns if one == person)]
         own = {"df": {"test": table}, "test": table, "drop": dropped, "client": None, "person": NO_PERSON}
         population = self._made(None, {**given, **own})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,9 +34,6 @@ _LEAST_ID = 1000  # smaller numbers under a name that also means a measurement a
 _MOST_CODES = 10  # numbers under the name of an id that may be codes
 _FEWEST_NUMBERED = 10  # rows, whose numbers are no measurement
 _FEWEST_RUNNING = 50  # rows in which measurements are no running numbers by chance
-_MOST_SCALE = 100  # of a column, in units of the other columns
-_FAR = 20  # deviations from the mean: of any column with this mean and deviation, at most 1/400 of the values
-_MOST_FAR = 0.1  # of the values; scales of textbooks are often a median and quartiles, and tails are heavy
 
 
 @dataclass(frozen=True)
@@ -277,253 +272,6 @@ def tables_of(given: Any, key: str = "df", **usual: Any) -> dict[str, Table]:
     return {str(name): table_of(one, f"client {name}", **usual) for name, one in given.items()}
 
 
-@dataclass(frozen=True)
-class Columns:
-    """How the columns of a table become inputs and labels. Everything in it is public, and equal for all clients.
-
-    Args:
-        label: name of the column with the labels, or names of several.
-        features: names of the input columns, in their order; None takes all others, by name.
-        drop: names of columns that are no inputs if `features` is None.
-        scale: mean and standard deviation of columns, by which they are normalised.
-        categories: values of columns, each of which becomes a column of 0 and 1.
-        fill: value in place of a missing one. A column of numbers gets another one beside it: 1 where it was missing.
-        dates: first day of columns of dates, which become days since this day.
-        units: units of columns, in which all clients measure.
-        person: name of the column with each record's person, which is no input.
-    """
-
-    label: str | Sequence[str]
-    features: Sequence[str] | None = None
-    drop: Sequence[str] = ()
-    scale: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    categories: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    fill: Mapping[str, Any] = field(default_factory=dict)
-    dates: Mapping[str, str] = field(default_factory=dict)
-    units: Mapping[str, str] = field(default_factory=dict)
-    person: str | None = None
-
-    @property
-    def labels(self) -> list[str]:
-        return [self.label] if isinstance(self.label, str) else list(self.label)
-
-    def of(self, tables: Mapping[str, Table], client: str | None = None) -> Columns:
-        """Return these columns with the names of the features. Raises UserError if they do not fit the tables."""
-        fits = isinstance(self.label, str | Sequence) and len(set(self.labels)) == len(self.labels) > 0
-        require(fits, "label", "be the name of a column, or a list of different names", self.label)
-        require(client not in self.labels, "label", "be another column than client", self.label)
-        (first_name, first), *others = tables.items()
-        require_columns(first.frame, self.labels, "label")
-        if self.person is not None:
-            require(isinstance(self.person, str), "person", "be the name of one column", self.person)
-            require_columns(first.frame, [self.person], "person")
-            apart = self.person not in (client, *self.labels)
-            require(apart, "person", "be another column than label and client", self.person)
-        for key, names in (("features", self.features or ()), ("drop", self.drop if self.features is None else ())):
-            listed = isinstance(names, Sequence) and not isinstance(names, str)
-            require(listed, key, "be a list of columns", names)
-            require_columns(first.frame, names, key)
-        unused = {client, self.person, *self.labels, *(() if self.features is not None else self.drop)}
-        features = self.features
-        if features is None:
-            every = {name: set(table.frame.columns) - unused for name, table in tables.items()}
-            features = sorted(every[first_name])
-            for name, table in others:
-                more, fewer = sorted(every[name] - every[first_name]), sorted(every[first_name] - every[name])
-                got = " and ".join(filter(None, [f"no columns {fewer}" * bool(fewer), f"also {more}" * bool(more)]))
-                advice = "Name them in drop, or name features."
-                require(not got, table.key, f"have the columns of {first.key}", got, advice)
-        columns = dataclasses.replace(self, features=tuple(features), drop=())
-        columns._check(unused)
-        return columns
-
-    def _check(self, unused: set[str | None]) -> None:
-        features = list(self.features or ())
-        require(len(features) >= 1, "features", "name at least one column", features)
-        wrong = next((name for name in features if name in unused or features.count(name) > 1), None)
-        require(wrong is None, "features", "be different columns other than client, person and label", wrong)
-        for key in ("scale", "categories", "fill", "dates", "units"):
-            given = getattr(self, key)
-            require(isinstance(given, Mapping), key, "be a mapping from columns", given)
-            unknown = sorted(set(given) - {*features, *(self.labels if key == "units" else ())})
-            require(not unknown, key, f"be of columns of features ({', '.join(features)})", unknown)
-        for name, values in self.categories.items():
-            listed = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
-            must = "be a list of different values"
-            require(listed and len(set(values)) == len(values), f"categories: {name}", must, values)
-            check_columns(f"categories: {name}", values)
-            known = self.fill.get(name, values[0]) in values
-            require(known, f"fill: {name}", f"be one of the categories {list(values)}", self.fill.get(name))
-        must = "be the public mean and standard deviation of a column of numbers"
-        for name, pair in self.scale.items():
-            fits = name not in self.categories and isinstance(pair, Sequence) and len(pair) == 2
-            fits = fits and all(isinstance(one, int | float) for one in pair) and pair[1] > 0
-            require(fits, f"scale: {name}", must, pair)
-        twice = next((name for name in self.inputs if self.inputs.count(name) > 1), None)
-        require(twice is None, "features", "give inputs of different names", twice, "Rename the column.")
-        for name, origin in self.dates.items():
-            require(_is_day(origin), f"dates: {name}", "be a day YYYY-MM-DD", origin)
-        for name in self.fill.keys() - self.categories.keys():
-            value, is_date = self.fill[name], name in self.dates
-            fits = _is_day(value) if is_date else isinstance(value, int | float) and math.isfinite(value)
-            must = "be a day YYYY-MM-DD" if is_date else "be a number, true or false if the column has no categories"
-            require(fits, f"fill: {name}", must, value, "Name its categories if it is text." * (not is_date))
-
-    @property
-    def inputs(self) -> list[str]:
-        """The names of the inputs in their order.
-
-        >>> Columns("ill", ["age", "sex"], scale={"age": (50, 20)}, categories={"sex": ["f", "m"]}).inputs
-        ['age (scaled)', 'sex=f', 'sex=m']
-        """
-        names: list[str] = []
-        for name in self.features or ():
-            values = self.categories.get(name)
-            scaled = f"{name} (scaled)" if name in self.scale else name
-            names += [scaled] if values is None else [f"{name}={value}" for value in values]
-            names += [f"{name} missing"] * (name in self.fill and values is None)
-        return names
-
-    def features_facts(self) -> dict[str, Any]:
-        """Return how columns become inputs, ready for JSON."""
-        return {
-            "names": self.inputs,
-            "scale": {name: list(map(float, pair)) for name, pair in self.scale.items()},
-            "categories": {name: list(map(str, values)) for name, values in self.categories.items()},
-        }
-
-    def schema(self) -> dict[str, Any]:
-        """Return what else clients must agree on, ready for JSON."""
-        return {
-            "columns": list(self.features or ()),
-            "label": self.labels,
-            "fill": {name: as_text(value) for name, value in self.fill.items()},
-            "dates": {name: str(origin) for name, origin in self.dates.items()},
-            "units": {name: str(unit) for name, unit in self.units.items()},
-            "person": self.person,
-        }
-
-    def records(self, table: Table) -> tuple[np.ndarray, np.ndarray]:
-        """Return inputs [n, F] float32 and labels, [n] or, for a list of columns, [n, L]. Raises UserError."""
-        frame = table.frame
-        fewer = [name for name in (*self.labels, *(self.features or ())) if name not in frame.columns]
-        got, advice = f"no {', '.join(fewer)}" if fewer else "", "Write rename: {its name: other name} if it has them."
-        require(not fewer, table.key, "have the columns of label and features", got, advice)
-        columns = [column for name in self.features or () for column in self._inputs_of(name, table)]
-        for name in self.labels:
-            missing, must = int(frame[name].isna().sum()), "have a label in every row"
-            advice = (
-                "Leave these rows out. If NA or None is a class, write read: {keep_default_na: false, na_values: ['']}."
-            )
-            require(missing == 0, f"{table.key}: {name}", must, f"{missing} without one", advice)
-        x = np.stack(columns, axis=1)
-        self._check_scales(x, table)
-        _warn_of_copies(table, self.person)
-        _warn_of_footer(frame[[*self.labels, *(self.features or ())]], table.key)
-        self._warn_of_constants(table)
-        return x, frame[self.label if isinstance(self.label, str) else self.labels].to_numpy()
-
-    def _warn_of_constants(self, table: Table) -> None:
-        """Tell the owner of the records, and nobody else, which inputs are the same in every row."""
-        counts = {name: table.frame[name].nunique() for name in self.features or ()}
-        missing = [name for name, count in counts.items() if count == 0]
-        same = [name for name, count in counts.items() if count == 1 and not table.frame[name].isna().any()]
-        for names, fact in ((missing, "missing in every row"), (same, "the same in every row")):
-            if names and len(table.frame) > 1:
-                warn_user(f"{table.key}: {', '.join(names)} is {fact}: nothing can be learnt from it here; check it")
-
-    def _inputs_of(self, name: str, table: Table) -> list[np.ndarray]:
-        """Return the inputs of a column, [n] float32 each."""
-        import pandas
-
-        here, column, value = f"{table.key}: {name}", table.frame[name], self.fill.get(name)
-        if name in self.dates:
-            column = table.days(name, self.dates[name])
-            value = None if value is None else _days(value, self.dates[name])
-        gaps = column.isna()
-        if name not in self.categories and pandas.api.types.infer_dtype(column, skipna=True) == "boolean":
-            column, value = column.astype(float), None if value is None else float(value)
-        column = column.where(~gaps, value).infer_objects() if name in self.fill else column
-        advice = f"Fill them with a public value, fill: {{{name}: ...}}, or leave the column out."
-        require(name in self.fill or not gaps.any(), here, "have no missing value", int(gaps.sum()), advice)
-        if name in self.categories:
-            known = list(self.categories[name])
-            unknown = next((value for value in column.unique().tolist() if value not in known), None)
-            advice = f"If it means one of them, write replace: {{{name}: {{{inline(unknown)}: ...}}}}."
-            require(unknown is None, here, f"hold the given categories only, {known}", unknown, advice)
-            self._check_ids(column, here)
-            return [(column == value).to_numpy(np.float32) for value in known]
-        numeric = pandas.api.types.is_numeric_dtype(column) and not pandas.api.types.is_complex_dtype(column)
-        require(numeric, here, "hold numbers", *not_numeric(column, table))
-        if name not in self.dates:
-            self._check_ids(column, here)
-        values, measured = column.to_numpy(np.float64), ~gaps
-        advice = f"Write replace: {{{name}: {{.inf: ...}}}}, or the mark of a missing value into read: {{na_values}}."
-        require(bool(np.isfinite(values).all()), here, "be finite", "infinity", advice)
-        _warn_of_marks(values[measured], table.frame[name][measured], here)
-        mean, std = self.scale.get(name, (0.0, 1.0))
-        scaled = ((values - mean) / std).astype(np.float32)
-        if name in self.scale:
-            self._check_far(scaled[measured], name, here)
-        return [scaled, gaps.to_numpy(np.float32)] if name in self.fill else [scaled]
-
-    def _check_ids(self, column: Series, here: str) -> None:
-        """Raise UserError if a column holds ids, and warn the owner of the records if a stated one may hold them."""
-        import pandas
-
-        if len(column) <= 20:
-            return
-        is_category, numbers = column.name in self.categories, pandas.to_numeric(column, errors="coerce")
-        stated, whole = is_category or column.name in self.scale, not numbers.isna().any()
-        got = f"{'whole numbers' if whole else 'texts'} as an identifier has"
-        must = f"hold {'categories' if is_category else 'measurements'}" + " if it has no scale" * (not stated)
-        advice = "Leave it out of features, by drop" + ", or write its scale" * (not stated) + "."
-        ids = is_identifier(column.astype(str)) if is_category else is_identifier(column, stated)
-        require(not ids, here, must, got, advice)
-        if stated and whole and may_name_persons(numbers):
-            warn_user(f"{here} has {got}: if it names persons, write person: {column.name}, or drop it")
-
-    def _check_far(self, scaled: np.ndarray, name: str, here: str) -> None:
-        """Raise UserError if many values are far from the public mean, as in another unit, but not for a heavy tail."""
-        far = int((np.abs(scaled) > _FAR).sum())
-        must = f"be within {_FAR} deviations of its public mean, scale: {{{name}: {list(self.scale[name])}}}"
-        na_values = f"read: {{na_values: {{{name}: [999]}}}}"
-        advice = f"Write it in the unit of this scale, name marks of missing values, as in {na_values}, or agree "
-        advice += "on another scale with all sites."
-        fits = far < max(5, _MOST_FAR * len(scaled))
-        require(fits, here, must, f"{far} of {len(scaled)} values that are not", advice)
-
-    def _check_scales(self, x: np.ndarray, table: Table) -> None:
-        """Raise UserError if a column has numbers that are far larger than those of the others.
-
-        **Privacy** It looks at private records, so it is for their owner's eyes only.
-        """
-        sizes = np.sqrt(np.mean(np.square(x, dtype=np.float64), axis=0))
-        usual = max(1.0, float(np.median(sizes)))
-        worst = int(sizes.argmax())
-        name = self.inputs[worst].removesuffix(" (scaled)")
-        far = bool(sizes[worst] > _MOST_SCALE * usual)
-        advice = f"Write its public mean and standard deviation, scale: {{{name}: [mean, std]}}"
-        if name in self.scale:
-            advice = f"Check the unit in this file, or its scale: {{{name}: {list(self.scale[name])}}}"
-        must = "have numbers of the scale of the other columns"
-        require(not far, f"{table.key}: {name}", must, f"about {sizes[worst] / usual:.0e} times as large", advice)
-
-
-def _warn_of_marks(values: np.ndarray, written: Series, here: str) -> None:
-    """Warn of the smallest or largest value if it repeats far from all others, as a mark of a missing one does."""
-    for value in {values.min(), values.max()} if len(values) else ():
-        rest, rows = values[values != value], np.flatnonzero(values == value)
-        if len(rows) < 3 or len(np.unique(rest)) < 3:
-            continue
-        far = np.abs(rest - value).min() > 3 * np.ptp(rest)
-        if far or (value < 0 <= rest.min() and len(np.unique(rest)) > 10):
-            mark = as_text(written.iloc[rows[0]])
-            way_out = f"read: {{na_values: {{{written.name}: [{mark}]}}}}, and fill"
-            found = f"{mark} in {len(rows)} rows, far from all other values"
-            warn_user(f"{here} is {found}: if it marks a missing one, write {way_out}")
-
-
 def is_identifier(column: Series, has_scale: bool = False) -> bool:
     """Whether whole numbers, of which nearly every row has another one, are running, long, or called an identifier.
 
@@ -574,7 +322,7 @@ def require_persons_stated(frame: DataFrame, key: str) -> None:
     require(not several, f"{key}: person", "name the column with the id of each row's person", got, advice)
 
 
-def _warn_of_copies(table: Table, person: str | None) -> None:
+def warn_of_copies(table: Table, person: str | None) -> None:
     """Warn of rows that equal another one in all columns, if a column tells nearly all others apart, or all do."""
     rows = table.frame.drop_duplicates()
     copies = len(table.frame) - len(rows)
@@ -595,7 +343,7 @@ def warn_of_equal_tables(inputs: Mapping[str, np.ndarray]) -> None:
             warn_user(f"{name} has the inputs of {first}, row by row: is one table given twice?")
 
 
-def _warn_of_footer(frame: DataFrame, key: str) -> None:
+def warn_of_footer(frame: DataFrame, key: str) -> None:
     """Warn if the last row has the means or the sums of two or more columns in the rows above it."""
     above, last = frame.iloc[:-1].select_dtypes("number"), frame.iloc[-1]
     above = above.loc[:, above.nunique() > 2]
@@ -604,30 +352,6 @@ def _warn_of_footer(frame: DataFrame, key: str) -> None:
         if len(rounded) > 1 and all(np.isclose(rounded, [float(last[name]) for name in above])):
             told = f"the last row holds the means or sums of the columns {', '.join(map(str, above))}"
             warn_user(f"{key}: {told}: if it is no record, write read: {{skipfooter: 1}}")
-
-
-def _days(day: Any, origin: Any) -> float:
-    return float((np.datetime64(str(day), "D") - np.datetime64(str(origin), "D")) / np.timedelta64(1, "D"))
-
-
-def require_filled(label: Any, classes: Any, by_column: Mapping[str, Any]) -> None:
-    """Raise UserError that names all values which are null, as `dpfl init` writes them."""
-    nulls = ["label"] if label is None else []
-    for key, given in by_column.items():
-        names = [str(name) for name, value in given.items() if value is None] if isinstance(given, Mapping) else []
-        nulls += [f"{key}: {', '.join(names)}"] if names else []
-    if nulls and classes is None:
-        nulls.append("classes, if labels are texts")
-    advice = f"Write public values, or leave the column or the line out: {'; '.join(nulls)}."
-    require(not nulls, "data.init_args", "have no null that is still to be filled in", f"{len(nulls)} keys", advice)
-
-
-def _is_day(text: Any) -> bool:
-    try:
-        np.datetime64(str(text), "D")
-    except ValueError:
-        return False
-    return len(str(text)) == 10
 
 
 def number_marks(column: Series, commas_separate: bool) -> dict[str, str]:
@@ -687,10 +411,8 @@ def not_numeric(column: Series, table: Table) -> tuple[str, str]:
         return "ids of persons", f"Write person: {column.name}, or leave the column out of features."
     if texts.nunique() > MOST_CATEGORIES:
         return "many different texts", "Identifiers and free text are like that: leave the column out of features."
-    advice = (
-        f'Name its public categories, as in categories={{"{column.name}": ["a", "b"]}}, or leave it out of features.'
-    )
-    return str(column.dtype), advice
+    given = f'columns: {{{column.name}: {{categories: ["a", "b"]}}}}'
+    return str(column.dtype), f"Name its public categories, {given}, or leave it out of features."
 
 
 def _beside_numbers(texts: Series) -> list[str]:

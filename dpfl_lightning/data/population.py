@@ -16,12 +16,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.config.names import check_columns, check_names
 from dpfl_lightning.data import persons as people
+from dpfl_lightning.data.columns import Columns, require_filled
 from dpfl_lightning.data.frames import (
     NO_PERSON,
-    Columns,
     by_client,
     cells_of,
-    require_filled,
     require_persons_stated,
     table_of,
     tables_of,
@@ -466,11 +465,7 @@ class Population:
         label: str | Sequence[str],
         features: Sequence[str] | None = None,
         drop: Sequence[str] = (),
-        scale: Mapping[str, Sequence[float]] | None = None,
-        categories: Mapping[str, Sequence[Any]] | None = None,
-        fill: Mapping[str, Any] | None = None,
-        dates: Mapping[str, str] | None = None,
-        units: Mapping[str, str] | None = None,
+        columns: Mapping[str, Any] | None = None,
         read: Mapping[str, Any] | None = None,
         replace: Mapping[str, Mapping[Any, Any]] | None = None,
         rename: Mapping[str, str] | None = None,
@@ -482,7 +477,7 @@ class Population:
         """Create a population from tables with one row for each record. Raises a UserError that names the column.
 
         Clients are in the order of their names. Constants must be public: one computed from the records, such as their
-        mean, would reveal them, so nothing is normalised unless `scale` says by what.
+        mean, would reveal them, so nothing is normalised unless a `scale` says by what.
 
         Args:
             df: a pandas DataFrame, or the path of a CSV or Parquet file, with the rows of all clients; a table for each
@@ -496,11 +491,8 @@ class Population:
                 columns, of 0 and 1 (multilabel) or floating.
             features: names of the input columns, in the order of the inputs; None takes all others, by name.
             drop: names of columns that are no inputs.
-            scale: public mean and standard deviation of columns, {"age": (50, 20)}, which they are normalised by.
-            categories: public values of columns of text, {"sex": ["f", "m"]}, each of which becomes a column 0 or 1.
-            fill: public value in place of a missing one, {"age": 50}, with a column beside it that is 1 in its place.
-            dates: public first day of columns of dates, {"admitted": "2020-01-01"}, which become days since then.
-            units: public units of columns, {"creatinine": "mg/dl"}; sites with another one are refused.
+            columns: what is public of columns, {"age": {"scale": (50, 20), "unit": "years"}, "sex": {"categories":
+                ["f", "m"]}}, see `Column`. Numbers without an entry become inputs as they are.
             read: sep, decimal, thousands, encoding, na_values, keep_default_na, skiprows, skipfooter of CSV files as in
                 `pandas.read_csv`, and date_format, for all columns or by column. Columns without a name are left out.
             replace: {column: {value: other}}, where a table writes something else for a class or category.
@@ -512,41 +504,39 @@ class Population:
         >>> import pandas
         >>> df = pandas.DataFrame({"hospital": ["rome", "berlin"] * 20, "age": range(40), "ill": [False, True] * 20})
         >>> Population.from_dataframe(
-        ...     df, client="hospital", label="ill", scale={"age": (50, 20)}, num_classes=2
+        ...     df, client="hospital", label="ill", columns={"age": {"scale": (50, 20)}}, num_classes=2
         ... ).feature_names
         ('age (scaled)',)
         """
-        by_column = {"scale": scale, "categories": categories, "fill": fill, "dates": dates, "units": units}
-        require_filled(label, classes, by_column)
+        require_filled(label, classes, columns)
         usual: dict[str, Any] = {"read": read or {}, "replace": replace or {}, "rename": rename or {}}
         stated, person = person is not None, None if person == NO_PERSON else person
-        usual["texts"] = [one for one in (client, person, *(dates or {})) if isinstance(one, str)]
+        public = Columns.given(label, features, drop, columns or {}, person)
+        usual["texts"] = [one for one in (client, person, *public.dates) if isinstance(one, str)]
         given = tables_of(df, **usual)
-        public: list[Any] = [*(one or {} for one in by_column.values()), person]
-        columns = Columns(label, features, drop, *public)
         one = given.get("")
         must = "be left out if each client has a table"
         require(one is not None or client is None, "client", must, client)
-        columns = columns.of(given, client)
+        public = public.of(given, client)
         for table in given.values() if not stated else ():
             require_persons_stated(table.frame, table.key)
         tables = given if one is None else by_client(one, client)
-        parts = [columns.records(table) for table in tables.values()]
+        parts = [public.records(table) for table in tables.values()]
         named = one is None or client is not None
         records = dict(zip(tables, parts, strict=True)) if named else parts
         test = None if test is None else table_of(test, "test", **usual)
-        tested = None if test is None else columns.records(test)
+        tested = None if test is None else public.records(test)
         inputs = {table.key: part[0] for table, part in zip(tables.values(), parts, strict=True)}
         warn_of_equal_tables(inputs if tested is None else {**inputs, "test": tested[0]})
         if person is not None:
             ids = [people.ids_in(table, person) for table in tables.values()]
             options["persons"] = dict(zip(tables, ids, strict=True)) if named else ids
             options["test_persons"] = None if test is None or person not in test.frame else people.ids_in(test, person)
-        options["label"] = ", ".join(columns.labels)
+        options["label"] = ", ".join(public.labels)
         population = cls.from_datasets(records, tested, held_out=held_out, classes=classes, **options)
-        schema = {**population.schema, **columns.schema()}
+        schema = {**population.schema, **public.schema()}
         raw = dataclasses.replace(population.raw, cells=cells_of([*tables.values(), *([] if test is None else [test])]))
-        return dataclasses.replace(population, features=columns.features_facts(), schema=schema, raw=raw)
+        return dataclasses.replace(population, features=public.features_facts(), schema=schema, raw=raw)
 
     @classmethod
     def from_datamodule(cls, datamodule: Any, *, client: Any = None, person: Any = None, **options: Any) -> Population:

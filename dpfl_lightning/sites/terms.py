@@ -138,9 +138,7 @@ def difference(site: Site, known: Site) -> str:
         return f"the columns in the order {', '.join(columns)} instead of {', '.join(expected)}"
     for key in sorted({**ours, **theirs}, key=lambda key: key == "names"):  # which follow from the others
         one, other = ours.get(key), theirs.get(key)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):  # say what differs only
-            differ = [name for name in {**one, **other} if one.get(name) != other.get(name)]
-            one, other = ({name: given.get(name) for name in differ} for given in (one, other))
+        one, other = _what_differs(one, other)
         if one != other:
             return f"{key} {inline(one)} instead of {inline(other)}"
     if site.num_classes != known.num_classes:
@@ -153,6 +151,15 @@ def difference(site: Site, known: Site) -> str:
     ]
     shapes = (f"{record_shape(one.inputs)} and labels of {one.labels.dtype}" for one in (site, known))
     return "" if kinds[0] == kinds[1] else "inputs of shape " + " instead of ".join(shapes)
+
+
+def _what_differs(one: Any, other: Any) -> tuple[Any, Any]:
+    """Return the parts of two facts that differ."""
+    if not (isinstance(one, Mapping) and isinstance(other, Mapping)):
+        return one, other
+    differ = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    parts = {name: _what_differs(one.get(name), other.get(name)) for name in differ}
+    return {name: part for name, (part, _) in parts.items()}, {name: part for name, (_, part) in parts.items()}
 
 
 def several_records(site: Site) -> tuple[str, ...]:

@@ -195,7 +195,7 @@ def private_sweep(folder: Path) -> tuple[list[str], dict[str, str]]:
         "rounds": 2,
         "data": {
             "class_path": "dpfl_lightning.Population.from_dataframe",
-            "init_args": table | {"scale": {"age": [60, 20]}},
+            "init_args": table | {"columns": {"age": {"scale": [60, 20]}}},
         },
         "model": {"name": "logistic"},
         "clients": {"batch_size": 20},

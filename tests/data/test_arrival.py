@@ -37,7 +37,7 @@ def test_a_new_way_takes_a_class_and_a_registration(monkeypatch):
     class WithoutSites(OfUser):
         """The server has the first rows of each client as a test set."""
 
-        def test_set(self, seed):
+        def test_set(self, clients, seed):
             return self._made(None, {"count": 2})
 
     given = options(f"{__name__}.rows", count=10)

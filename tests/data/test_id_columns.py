@@ -46,7 +46,11 @@ def admissions(column: str) -> pandas.DataFrame:
     return pandas.DataFrame({column: person, "age": rng.normal(60, 15, rows), "ill": rng.integers(0, 2, rows)})
 
 
-GIVEN = {"label": "ill", "num_classes": 2, "scale": {"age": (60, 15)}}
+def with_categories(values):
+    return {**GIVEN, "columns": {**GIVEN["columns"], "Kennz": {"categories": values}}}
+
+
+GIVEN = {"label": "ill", "num_classes": 2, "columns": {"age": {"scale": (60, 15)}}}
 
 
 @pytest.mark.parametrize("options", [{"drop": ["Patienten-Nr."]}, {"features": ["age"]}, {}])
@@ -66,14 +70,14 @@ def test_whose_rows_repeat_must_be_stated(options):
 @pytest.mark.parametrize("column", ["Patienten-Nr.", "id_paziente", "KVNR"])
 def test_an_id_with_a_scale_is_no_input(column):
     table = admissions(column)
-    given = {**GIVEN, "scale": {"age": (60, 15), column: (41_150, 90)}}
+    given = {**GIVEN, "columns": {**GIVEN["columns"], column: {"scale": (41_150, 90)}}}
     with pytest.raises(UserError, match=f"`df: {column}` must hold measurements, got 'whole numbers as an identifier"):
         Population.from_dataframe(table, **given, person="none")
 
 
 def test_a_scaled_column_that_looks_like_ids_is_said():
     table = admissions("Kennz")
-    given = {**GIVEN, "scale": {"age": (60, 15), "Kennz": (41_150, 90)}}
+    given = {**GIVEN, "columns": {**GIVEN["columns"], "Kennz": {"scale": (41_150, 90)}}}
     with pytest.warns(UserNotice, match="df: Kennz has whole numbers .*if it names persons, write person: Kennz"):
         Population.from_dataframe(table, **given)
 
@@ -91,7 +95,7 @@ def test_ids_are_no_categories(column, written, kind):
     table = admissions(column)
     table = table if column in ("Patienten-Nr.", "id_paziente", "KVNR") else table.drop_duplicates(column)
     table[column] = table[column].map(written)
-    given = {**GIVEN, "categories": {column: sorted(table[column].unique())}}
+    given = {**GIVEN, "columns": {**GIVEN["columns"], column: {"categories": sorted(table[column].unique())}}}
     with pytest.raises(UserError, match=f"`df: {column}` must hold categories, got '{kind} as an identifier has'"):
         Population.from_dataframe(table, **given, person="none")
 
@@ -99,11 +103,11 @@ def test_ids_are_no_categories(column, written, kind):
 def test_categories_that_look_like_ids_are_said_and_few_codes_are_not():
     table = admissions("Kennz")
     with pytest.warns(UserNotice, match="df: Kennz has whole numbers .*if it names persons, write person: Kennz"):
-        Population.from_dataframe(table, **GIVEN, categories={"Kennz": sorted(table["Kennz"].unique())})
+        Population.from_dataframe(table, **with_categories(sorted(table["Kennz"].unique())))
     table["Kennz"] = table["Kennz"] % 8
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Population.from_dataframe(table, **GIVEN, categories={"Kennz": range(8)})
+        Population.from_dataframe(table, **with_categories(range(8)))
 
 
 @pytest.mark.parametrize("column", ["Patienten-Nr.", "Kennz"])
@@ -112,6 +116,6 @@ def test_init_offers_no_id_as_an_input(column, tmp_path, monkeypatch, capsys):
     admissions(column).to_csv("one.csv", index=False)
     assert main(["init", "mine", "--from", "one.csv"]) == 0
     made = yaml.safe_load((tmp_path / "mine" / "data.yaml").read_text())["data"]["init_args"]
-    assert made["scale"] == {"age": None}
+    assert made["columns"] == {"age": {"scale": None}}
     assert (made["person"], made["drop"]) == ((column, []) if column == "Patienten-Nr." else (None, [column]))
     capsys.readouterr()

@@ -58,8 +58,9 @@ def test_the_columns_may_leave_the_site_and_what_rows_hold_may_not(tmp_path, mon
     given = yaml.safe_load(shared)["data"]["init_args"]
     assert given["label"] == "died" and given["person"] == "patient" and given["drop"] == []
     assert given["classes"] is None and "by its name: confirm it" in shared
-    assert given["scale"] == dict.fromkeys(["day", "age", "größe", "crp"]) and given["dates"] == {"day": None}
-    assert given["categories"] == {"sex": None} and given["fill"] == given["units"] == {}
+    numbers = {name: {"scale": None} for name in ("age", "größe", "crp")}
+    days, texts = {"day": {"since": None, "scale": None}}, {"sex": {"categories": None}}
+    assert given["columns"] == {**numbers, **days, **texts}
     assert "patient: 60 persons with at most 1 rows each" in own
     assert not re.search(r"never|\bF\b|12\.5|\b30\b", shared), "no value of a row, and no count"
     assert "#   sex: F 30, M 30" in own and "never" in own
@@ -74,9 +75,9 @@ def test_the_columns_may_leave_the_site_and_what_rows_hold_may_not(tmp_path, mon
 
 #: what is filled in, one after the other -> the refusal before
 FILLED = {
-    "fill": ({"crp": 12}, r"`df: crp` must have no missing value, got 30. Fill them with a public value"),
-    "dates": ({"day": "2022-01-01"}, "`df: day` must hold numbers, got 'dates'"),
-    "categories": ({"sex": ["F", "M"]}, "`df: sex` must hold numbers"),
+    "fill": ({"crp": {"fill": 12}}, r"`df: crp` must have no missing value, got 30. Fill them with a public value"),
+    "dates": ({"day": {"since": "2022-01-01"}}, "`df: day` must hold numbers, got 'dates'"),
+    "categories": ({"sex": {"categories": ["F", "M"]}}, "`df: sex` must hold numbers"),
     "classes": (["no", "never", "yes"], r"Name the classes, a public fact"),
 }
 
@@ -101,9 +102,11 @@ def test_everything_that_is_not_filled_in_is_named_at_once(tmp_path, monkeypatch
     TABLE.to_csv("cork.csv", index=False, sep=";", decimal=",", na_rep="?")
     main(["init", "--from", "cork.csv"])
     options, _ = load([word for name in ("data", "site", "run") for word in ("--config", f"{name}.yaml")])
-    named = "scale: day, age, größe, crp; categories: sex; dates: day; classes, if labels are texts"
-    with pytest.raises(UserError, match=f"`data.init_args` must have no null .*: {named}"):
+    named = [f"columns: {name}: scale" for name in ("age", "größe", "crp")]
+    named += ["columns: day: since, scale", "columns: sex: categories", "classes, if labels are texts"]
+    with pytest.raises(UserError, match=r"`data.init_args` must have no null") as refused:
         Population.from_dataframe(**{**options.data.init_args})
+    assert set(named) == {*re.search(r": (columns: .*)\.$", str(refused.value))[1].split("; ")}
 
 
 def test_what_is_wrong_is_refused_by_name(tmp_path, monkeypatch):
@@ -111,11 +114,11 @@ def test_what_is_wrong_is_refused_by_name(tmp_path, monkeypatch):
     TABLE.to_csv("cork.csv", index=False, sep=";", decimal=",", na_rep="?")
     main(["init", "--from", "cork.csv"])
     options, _ = load([word for name in ("data", "site", "run") for word in ("--config", f"{name}.yaml")])
-    given = dict(options.data.init_args) | {"scale": {}, "categories": {}, "dates": {}}
+    given = dict(options.data.init_args) | {"columns": {}}
     for name, (value, words) in FILLED.items():
         with pytest.raises(UserError, match=words):
             Population.from_dataframe(**given)
-        given[name] = value
+        given |= {"classes": value} if name == "classes" else {"columns": {**given["columns"], **value}}
     people = Population.from_dataframe(**given)
     assert people.num_records == (ROWS,) and people.num_classes == 3
 
@@ -206,8 +209,7 @@ def test_points_of_dates_are_no_separators(tmp_path):
         label="ill",
         read=read,
         num_classes=2,
-        dates={"Aufnahme": "2018-04-01"},
-        scale={"Aufnahme": [14, 8], "Kosten": [60_000, 9_000]},
+        columns={"Aufnahme": {"since": "2018-04-01", "scale": [14, 8]}, "Kosten": {"scale": [60_000, 9_000]}},
     )
     assert float(people.x.abs().max()) < 3
 
@@ -229,7 +231,12 @@ def test_a_footer_is_no_record(footer, tmp_path):
     assert read == {"skipfooter": footer.count("\n")}
     assert columns[1].facts.startswith("30 to 49") and likely_label(columns) == "ill"
     people = Population.from_dataframe(
-        str(tmp_path / "one.csv"), label="ill", drop=["patient"], scale={"age": [50, 20]}, read=read, num_classes=2
+        str(tmp_path / "one.csv"),
+        label="ill",
+        drop=["patient"],
+        columns={"age": {"scale": [50, 20]}},
+        read=read,
+        num_classes=2,
     )
     assert people.num_records[0] + people.num_held_out[0] == 30
 
@@ -304,7 +311,13 @@ def test_what_stands_beside_numbers_is_replaced(tmp_path):
     (tmp_path / "one.csv").write_text(
         "crp,ill\n<5,0\nn.b.,1\n" + "".join(f"{row + 5}.5,{row % 2}\n" for row in range(ROWS))
     )
-    given = {"df": str(tmp_path / "one.csv"), "label": "ill", "num_classes": 2, "held_out": 0, "fill": {"crp": 10}}
+    given = {
+        "df": str(tmp_path / "one.csv"),
+        "label": "ill",
+        "num_classes": 2,
+        "held_out": 0,
+        "columns": {"crp": {"fill": 10}},
+    }
     with pytest.raises(UserError, match=r"numbers beside '<0', 'n.b.'.. Name words .*na_values: \['n.b.'\]\}, other"):
         Population.from_dataframe(**given)
     people = Population.from_dataframe(**given, read={"na_values": ["n.b."]}, replace={"crp": {"<5": 2.5}})

@@ -35,8 +35,7 @@ CHOICES = {
     "client": "hospital",
     "label": "outcome",
     "classes": ["benign", "malignant"],
-    "categories": {"sex": ["f", "m", "x"]},
-    "scale": {"age": (50, 20)},
+    "columns": {"sex": {"categories": ["f", "m", "x"]}, "age": {"scale": (50, 20)}},
 }
 
 
@@ -82,22 +81,38 @@ def test_several_columns_are_labels():
             r"`client` must name a column of the table \(hospital, age, sex, outcome\), got 'cl",
         ),
         ({}, {"features": ["age", "sex", "bmi"]}, "`features` must name columns of the table .*got 'bmi'"),
-        ({}, {"categories": {}}, r"`client berlin: sex` must hold numbers, got .*categories=\{\"sex\": "),
-        ({}, {"categories": {"sex": ["f"]}}, "`client berlin: sex` must hold the given categories only, .*got 'm'"),
+        ({}, {"columns": {}}, r"`client berlin: sex` must hold numbers, got .*columns: \{sex: \{categories: "),
+        (
+            {},
+            {"columns": {"sex": {"categories": ["f"]}}},
+            "`client berlin: sex` must hold the given categories only, .*got 'm'",
+        ),
         ({}, {"classes": ["benign", "unsure"]}, "`client berlin: outcome` must hold the given classes .*'malignant'"),
         ({}, {"classes": None}, "`client berlin: outcome` must hold numbers if no classes are given"),
         ({"age": [np.nan, *range(59)]}, {}, "`client rome: age` must have no missing value, got 1. Fill them"),
         ({"outcome": [None, *["benign"] * 59]}, {}, "`client rome: outcome` must have a label in every row"),
         ({"hospital": [None, *["rome"] * 59]}, {}, "`df: hospital` must name a client in every row"),
-        ({}, {"scale": {"age": (50, 0)}}, "`scale: age` must be the public mean and standard deviation"),
-        ({}, {"scale": {"bmi": (50, 1)}}, r"`scale` must be of columns of features \(age, sex\), got \['bmi'\]"),
+        (
+            {},
+            {"columns": {"age": {"scale": (50, 0)}}},
+            "`columns: age: scale` must be the public mean and standard deviation",
+        ),
+        (
+            {},
+            {"columns": {"bmi": {"scale": (50, 1)}}},
+            r"`columns` must be columns of features \(age, sex\) .*, got \['bmi'\]",
+        ),
         ({}, {"features": ["age", "outcome"]}, "`features` must be different columns other than cli.*got 'outcome'"),
         ({}, {"features": ["age", "age"]}, "`features` must be different columns other than client, .*got 'age'"),
         ({}, {"features": "age"}, "`features` must be a list of columns, got 'age'"),
         ({}, {"label": ["outcome"]}, "`client berlin: outcome` must be one label for each record if classes are named"),
         ({}, {"label": []}, r"`label` must be the name of a column, or a list of different names, got \[\]"),
         ({}, {"label": "hospital"}, "`label` must be another column than client, got 'hospital'"),
-        ({}, {"categories": {"sex": ["f", "m", "f"]}}, "`categories: sex` must be a list of different values"),
+        (
+            {},
+            {"columns": {"sex": {"categories": ["f", "m", "f"]}}},
+            "`columns: sex: categories` must be a list of different values",
+        ),
         (
             {},
             {"test": patients().rename(columns={"sex": 7})},

@@ -218,7 +218,13 @@ def test_ids_in_files_are_read_as_they_are_written(tmp_path):
     train, test = tmp_path / "train.csv", tmp_path / "test.csv"
     train.write_text("pid,when,x,y\n007,2018,1,0\n7,2018,2,1\n8.0,2019,3,0\nA1,2020,4,1\n")
     test.write_text("pid,when,x,y\n007,2018,1,0\n8.0,2018,2,1\n")
-    options = {"label": "y", "num_classes": 2, "held_out": 0, "person": "pid", "dates": {"when": "2000-01-01"}}
+    options = {
+        "label": "y",
+        "num_classes": 2,
+        "held_out": 0,
+        "person": "pid",
+        "columns": {"when": {"since": "2000-01-01"}},
+    }
     options["read"] = {"date_format": "%Y"}
     assert Population.from_dataframe(train, **options).num_persons == (4,)
     with pytest.raises(UserError, match=r"`test` must have other persons than the training records, got '2 of both'"):

@@ -27,10 +27,12 @@ CHOICES = {
     "label": "died",
     "classes": ["no", "yes"],
     "drop": ["id"],
-    "scale": {"age": [50, 20], "crp": [10, 10], "day": [20, 20]},
-    "categories": {"sex": ["F", "M"]},
-    "fill": {"crp": 10},
-    "dates": {"day": "2022-01-01"},
+    "columns": {
+        "age": {"scale": [50, 20]},
+        "crp": {"scale": [10, 10], "fill": 10},
+        "day": {"scale": [20, 20], "since": "2022-01-01"},
+        "sex": {"categories": ["F", "M"]},
+    },
     "held_out": 0,
 }
 
@@ -71,11 +73,10 @@ def test_the_same_records_are_read_however_they_are_written(files):
         "classes": ["no", "yes"],
         "columns": ["age", "crp", "day", "sex"],
         "label": ["died"],
-        "fill": {"crp": "10"},
-        "dates": {"day": "2022-01-01"},
-        "units": {},
         "person": None,
     }
+    assert people.features["encoding"]["crp"] == {"scale": [10, 10], "fill": "10"}
+    assert people.features["encoding"]["day"] == {"scale": [20, 20], "since": "2022-01-01"}
 
 
 def test_a_folder_has_a_table_for_each_client(files, tmp_path):
@@ -83,6 +84,11 @@ def test_a_folder_has_a_table_for_each_client(files, tmp_path):
         (tmp_path / "sites").mkdir(exist_ok=True)
         TABLE.to_csv(tmp_path / "sites" / f"{name}.csv", index=False)
     assert Population.from_dataframe(tmp_path / "sites", **CHOICES).names == ("berlin", "oslo")
+
+
+def column(name, **changed):
+    """The section with another entry of a column."""
+    return {"columns": {**CHOICES["columns"], name: {**CHOICES["columns"].get(name, {}), **changed}}}
 
 
 REFUSED = {
@@ -100,28 +106,35 @@ REFUSED = {
     ),
     "an unscaled column": (
         {"df": {"a": TABLE.assign(dose=[1e6, 2e6] * 20)}},
-        r"scale: {dose: \[mean, std\]}",
+        r"columns: {dose: {scale: \[mean, std\]}}",
     ),
     "a scaled column": (
         {"df": {"a": TABLE.assign(age=[1e6, *[50.0] * (ROWS - 1)])}},
-        r"`client a: age` must have numbers of the scale.*Check the unit in this file, or its scale: {age: \[50, 20\]}",
+        r"`client a: age` must have numbers.*Check the unit .* its scale, columns: {age: {scale: \[50, 20\]}}",
     ),
-    "unscaled days": ({"scale": {}, "dates": {"day": "1900-01-01"}}, r"day` .*scale: {day: \[mean, std\]}"),
+    "unscaled days": (
+        {"columns": {**CHOICES["columns"], "day": {"since": "1900-01-01"}}},
+        r"day` .*{day: {scale: \[mean, std\]}}",
+    ),
     "other columns": (
         {"df": {"a": TABLE, "b": TABLE.assign(sodium=1.0).drop(columns="age")}},
         r"`client b` must have the columns of client a, got .*no columns \['age'\] and also \['sodium'\]",
     ),
-    "no day": ({"dates": {"day": "soon"}}, "`dates: day` must be a day"),
-    "a scale that is not typed": ({"scale": {"age": None}}, "must have no null .*: scale: age"),
+    "no day": (column("day", since="soon"), "`columns: day: since` must be a day"),
+    "a scale that is not typed": (column("age", scale=None), "must have no null .*: columns: age: scale"),
     "thousands": ({"df": {"a": TABLE.assign(crp=["1,250.5", "20"] * 20)}}, "of thousands'.*{thousands: ','}"),
     "a footer": (
         {"df": {"a": TABLE.assign(crp=[*[1.5] * (ROWS - 1), "secret"])}},
         r"got 'text in the last row alone'.*skipfooter: 1",
     ),
-    "fill of dates": ({"fill": {"crp": 1, "day": 5}}, "`fill: day` must be a day YYYY-MM-DD, got 5"),
-    "fill of texts": ({"fill": {"crp": "none"}}, "`fill: crp` must be a number, true or false"),
+    "fill of dates": (column("day", fill=5), "`columns: day: fill` must be a day YYYY-MM-DD, got 5"),
+    "fill of texts": (column("crp", fill="none"), "`columns: crp: fill` must be a number, true or false"),
     "labels": ({"classes": ["no"]}, r"`client a: died` must hold the given classes only, \['no'\], got 'yes'"),
-    "fill of no category": ({"fill": {"sex": "D", "crp": 1}}, "`fill: sex` must be one of the categories"),
+    "fill of no category": (column("sex", fill="D"), "`columns: sex: fill` must be one of the categories"),
+    "a part of a column that there is not": (column("age", mean=3), "`columns: age` must have some of scale, .*'mean'"),
+    "a column that there is not": ({"columns": {"smoke": {"scale": [0, 1]}}}, r"`columns` must .*got \['smoke'\]"),
+    "no mapping": ({"columns": {"age": [50, 20]}}, "`columns: age` must be a mapping"),
+    "a scaled label": ({"columns": {"died": {"scale": [0, 1]}}}, "`columns: died` must have a unit alone"),
     "an unknown option": ({"read": {"seperator": ";"}}, "`read` must have keys of sep"),
     "client of several tables": ({"client": "id", "df": {"a": TABLE}}, "`client` must be left out"),
 }
@@ -143,8 +156,8 @@ def _file(files, name):
 def test_gaps_of_dates_and_truth_values_are_filled():
     gap = np.arange(ROWS) == 3
     table = TABLE.assign(day=TABLE.day.mask(gap), smokes=pandas.Series([True, False] * 20, dtype=object).mask(gap))
-    fill = {"crp": 10, "day": "2022-01-11", "smokes": True}
-    people = Population.from_dataframe(table, **{**CHOICES, "fill": fill})
+    columns = {**CHOICES["columns"], **column("day", fill="2022-01-11")["columns"], "smokes": {"fill": True}}
+    people = Population.from_dataframe(table, **{**CHOICES, "columns": columns})
     row = dict(zip(people.feature_names, people.x[3].tolist(), strict=True))
     assert row["day (scaled)"] == -0.5 and row["day missing"] == row["smokes missing"] == row["smokes"] == 1
     assert people.x[:2, people.feature_names.index("smokes")].tolist() == [1, 0]
@@ -226,10 +239,12 @@ def test_a_decimal_point_is_no_separator_of_thousands(one, tmp_path):
     read = {"sep": ";", "decimal": ",", "thousands": "."}
     given = {"df": str(tmp_path / "one.csv"), "label": "ill", "num_classes": 2, "held_out": 0}
     with pytest.raises(UserError, match=r"got 'numbers with decimal points'\. A file has one"):
-        Population.from_dataframe(**given, read=read, scale={"cost": [1000, 500]})
-    read_without = Population.from_dataframe(**given, read=read, scale={"cost": [1000, 500]}, drop=["crp"])
+        Population.from_dataframe(**given, read=read, columns={"cost": {"scale": [1000, 500]}})
+    read_without = Population.from_dataframe(**given, read=read, columns={"cost": {"scale": [1000, 500]}}, drop=["crp"])
     assert read_without.x[:, 0].tolist() == pytest.approx([0.469, 2])
-    other_way = Population.from_dataframe(**given, read={"sep": ";"}, drop=["cost"], scale={"crp": [float(one), 1]})
+    other_way = Population.from_dataframe(
+        **given, read={"sep": ";"}, drop=["cost"], columns={"crp": {"scale": [float(one), 1]}}
+    )
     assert other_way.x[0].item() == 0
 
 
@@ -241,7 +256,7 @@ def test_spaces_and_apostrophes_group_thousands(mark, tmp_path):
         "label": "ill",
         "num_classes": 2,
         "held_out": 0,
-        "scale": {"cost": [0, 1000]},
+        "columns": {"cost": {"scale": [0, 1000]}},
     }
     with pytest.raises(UserError, match=f"separators of thousands and decimal commas'. Write read: .*{mark}"):
         Population.from_dataframe(**given, read={"sep": ";"})
@@ -256,7 +271,7 @@ def test_heavy_tails_are_no_other_unit(mean, spread, scale, rows):
     for seed in range(20):
         values = np.random.default_rng(seed).lognormal(mean, spread, rows).round(1)
         table = pandas.DataFrame({"marker": values, "ill": np.arange(rows) % 2})
-        Population.from_dataframe(table, label="ill", num_classes=2, scale={"marker": scale})
+        Population.from_dataframe(table, label="ill", num_classes=2, columns={"marker": {"scale": scale}})
 
 
 @pytest.mark.parametrize("mark", [-1, 999])
@@ -264,7 +279,7 @@ def test_values_that_may_mark_missing_ones_are_warned_of(mark, tmp_path):
     rng = np.random.default_rng(0)
     age = rng.normal(60, 15, 400).round()
     table = pandas.DataFrame({"age": age, "crp": rng.lognormal(2.5, 1, 400).round(1), "ill": np.arange(400) % 2})
-    given = {"label": "ill", "num_classes": 2, "scale": {"age": [60, 15], "crp": [20, 25]}}
+    given = {"label": "ill", "num_classes": 2, "columns": {"age": {"scale": [60, 15]}, "crp": {"scale": [20, 25]}}}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Population.from_dataframe(table, **given)
@@ -272,8 +287,9 @@ def test_values_that_may_mark_missing_ones_are_warned_of(mark, tmp_path):
     way_out = f"na_values: {{age: [{mark}]}}"
     with pytest.warns(UserNotice, match=f"df: age is {mark} in 8 rows, .*read: {{{re.escape(way_out)}}}"):
         Population.from_dataframe(tmp_path / "one.csv", **given)
+    columns = {**given["columns"], "age": {"scale": [60, 15], "fill": 60}}
     filled = Population.from_dataframe(
-        tmp_path / "one.csv", **given, fill={"age": 60}, read={"na_values": {"age": [mark]}}
+        tmp_path / "one.csv", **given | {"columns": columns}, read={"na_values": {"age": [mark]}}
     )
     assert filled.x[:, 1].sum() == 8
 
@@ -306,7 +322,7 @@ def test_tables_that_are_given_twice_are_warned_of():
     rng = np.random.default_rng(0)
     drawn = pandas.DataFrame({"age": rng.integers(40, 80, 180), "sex": rng.integers(0, 2, 180), "ill": [0, 1] * 90})
     ours, theirs, test = (drawn[start : start + 60] for start in (0, 60, 120))
-    given = {"label": "ill", "num_classes": 2, "scale": {"age": [55, 10]}}
+    given = {"label": "ill", "num_classes": 2, "columns": {"age": {"scale": [55, 10]}}}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Population.from_dataframe({"a": ours, "b": theirs}, test=test, **given)
@@ -323,7 +339,11 @@ def test_a_last_row_of_means_is_warned_of():
     table = pandas.DataFrame(
         {"age": rng.integers(40, 70, 60) * 1.0, "crp": rng.lognormal(2, 1, 60).round(1), "ill": ["no", "yes"] * 30}
     )
-    given = {"label": "ill", "classes": ["no", "yes"], "scale": {"age": [55, 10], "crp": [10, 10]}}
+    given = {
+        "label": "ill",
+        "classes": ["no", "yes"],
+        "columns": {"age": {"scale": [55, 10]}, "crp": {"scale": [10, 10]}},
+    }
     for found in (table[["age", "crp"]].mean().round(1), table[["age", "crp"]].sum().round(1)):
         last = pandas.DataFrame([{**found, "ill": "no"}])
         with pytest.warns(UserNotice, match="df: the last row holds the means or sums of the columns .*skipfooter: 1"):
@@ -348,8 +368,18 @@ WAYS_OUT = {
         {"classes": ["no", "yes"]},
         r"replace: \{ill: \{'Yes': \.\.\.\}\}",
     ),
-    "a blank": ("age,sex,ill\n5,M ,0\n", {}, {"categories": {"sex": ["M"]}}, r"replace: \{sex: \{'M ': \.\.\.\}\}"),
-    "days of Excel": ("day,ill\n45292,0\n45293,1\n", {}, {"dates": {"day": "2024-01-01"}}, "days since 1899-12-30"),
+    "a blank": (
+        "age,sex,ill\n5,M ,0\n",
+        {},
+        {"columns": {"sex": {"categories": ["M"]}}},
+        r"replace: \{sex: \{'M ': \.\.\.\}\}",
+    ),
+    "days of Excel": (
+        "day,ill\n45292,0\n45293,1\n",
+        {},
+        {"columns": {"day": {"since": "2024-01-01"}}},
+        "days since 1899-12-30",
+    ),
 }
 
 

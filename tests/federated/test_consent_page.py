@@ -72,8 +72,12 @@ def of_tables(folder: Path, held_out: float = 0, **more):
 
 def data_of(file: Path | None, held_out: float) -> dict:
     """The data of a configuration, with this table."""
-    arguments = {"df": file and str(file), "label": "died", "classes": ["no", "yes"], "scale": {"age": [60, 20]}}
-    arguments |= {"categories": {"sex": ["f", "m"]}, "person": "Fallnummer", "held_out": held_out}
+    arguments = {"df": file and str(file), "label": "died", "classes": ["no", "yes"]}
+    arguments |= {
+        "columns": {"age": {"scale": [60, 20]}, "sex": {"categories": ["f", "m"]}},
+        "person": "Fallnummer",
+        "held_out": held_out,
+    }
     return {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": arguments}
 
 

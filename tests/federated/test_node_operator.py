@@ -294,8 +294,8 @@ def test_sites_of_other_columns_are_named_with_what_differs(terms):
         ({"features": {"names": ["age", "bmi"]}}, "1: more columns bmi and no columns sex=f"),
         ({"features": {"names": ["sex=f", "age"]}}, "the columns in the order sex=f, age instead of age, sex=f"),
         (
-            {"features": {"names": ["age", "sex=f"], "scale": {"age": [1, 2]}}},
-            r"1: scale {age: \[1, 2\]} instead of null",
+            {"features": {"names": ["age", "sex=f"], "encoding": {"age": {"scale": [1, 2]}}}},
+            r"1: encoding {age: {scale: \[1, 2\]}} instead of null",
         ),
         ({"schema": {"classes": ["yes", "no"]}}, r"1: classes \['yes', 'no'\] instead of \['no', 'yes'\]"),
         ({"schema": {"classes": ["no", "yes"], "fill": {"crp": "1"}}}, "1: fill {crp: '1'} instead of null"),
@@ -319,9 +319,12 @@ def test_a_server_of_a_table_names_its_test_set_only(tmp_path, monkeypatch, caps
     for test in ([], ["--data.init_args.test", "a.csv"]):
         assert plan_command([*plan, *test, "--export", "plan.json"]) == 0
     assert main(["accept", "rome", "plan.json"]) == 0
-    assert plan_command([*plan, "--data.init_args.test", "a.csv", "--data.init_args.scale", "{age: [1, 2]}"]) == 2
     assert (
-        "`test set` must have records like those of the sites, got 'scale {age: [1.0, 2.0]} instead of"
+        plan_command([*plan, "--data.init_args.test", "a.csv", "--data.init_args.columns", "{age: {scale: [1, 2]}}"])
+        == 2
+    )
+    assert (
+        "`test set` must have records like those of the sites, got 'encoding {age: {scale: [1.0, 2.0]}} instead of"
         in capsys.readouterr().err
     )
     assert plan_command([*plan, "--clients.count", "2"]) == 2

@@ -154,7 +154,7 @@ def node_of_two_labels(folder, frame):
     """A node whose records have two labels each, with its accepted plan of one line "scores"."""
     folder.mkdir()
     frame.to_csv(folder / "frame.csv", index=False)
-    given = {"label": ["y", "z"], "scale": {"a": [0, 1]}, "held_out": 0.2, "num_classes": 2}
+    given = {"label": ["y", "z"], "columns": {"a": {"scale": [0, 1]}}, "held_out": 0.2, "num_classes": 2}
     data = {"class_path": "dpfl_lightning.Population.from_dataframe"}
     own = {"data": {**data, "init_args": {"df": str(folder / "frame.csv"), **given}}}
     settings = settings_of(from_mapping({**own, "privacy": {"epsilon": 9.0, "delta": 0.01}}), "0")

@@ -1,6 +1,7 @@
 """A site whose table or section `data` differs from the others': its records match, or it is refused by a sentence."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pandas
@@ -37,11 +38,13 @@ TABLE = pandas.DataFrame(
 GIVEN = {
     "label": "died",
     "classes": ["no", "yes"],
-    "scale": {"age": [50, 20], "creatinine": [1, 0.5], "crp": [10, 10], "day": [30, 30]},
-    "categories": {"sex": ["F", "M"]},
-    "fill": {"crp": 10},
-    "dates": {"day": "2022-01-01"},
-    "units": {"creatinine": "mg/dl"},
+    "columns": {
+        "age": {"scale": [50, 20]},
+        "creatinine": {"scale": [1, 0.5], "unit": "mg/dl"},
+        "crp": {"scale": [10, 10], "fill": 10},
+        "day": {"scale": [30, 30], "since": "2022-01-01"},
+        "sex": {"categories": ["F", "M"]},
+    },
     "held_out": 0,
 }
 FEATURES = ["age", "creatinine", "crp", "day", "sex"]
@@ -67,18 +70,24 @@ MATCHED = {
 }
 
 
-def inner(key, **changed):
-    return {key: {**GIVEN[key], **changed}}
+def column(name, **changed):
+    return {"columns": {**GIVEN["columns"], name: {**GIVEN["columns"].get(name, {}), **changed}}}
 
 
-def without(key, name):
-    return {key: {one: value for one, value in GIVEN[key].items() if one != name}}
+def without(name, *parts):
+    """The section without parts of a column, or without its entry."""
+    left = {part: value for part, value in GIVEN["columns"][name].items() if part not in parts} if parts else {}
+    return {"columns": {**GIVEN["columns"], name: left} if left else without_entry(name)}
+
+
+def without_entry(name):
+    return {one: value for one, value in GIVEN["columns"].items() if one != name}
 
 
 #: what differs at a site that is refused there, or by the server: table, section data, and words of the refusal
 AT_THE_SITE = {
-    "missing column": (TABLE.drop(columns="crp"), {}, r"`scale` must be of columns .*got \['crp'\]"),
-    "renamed column": (TABLE.rename(columns={"age": "Alter"}), {}, r"`scale` .*Alter.*got \['age'\]"),
+    "missing column": (TABLE.drop(columns="crp"), {}, r"`columns` must be columns of .*got \['crp'\]"),
+    "renamed column": (TABLE.rename(columns={"age": "Alter"}), {}, r"`columns` .*Alter.*got \['age'\]"),
     "another number": (TABLE.assign(ward=8e6), {}, r"`df: ward` must have numbers of the scale of the other"),
     "another text": (
         TABLE.assign(ward="B2"),
@@ -86,11 +95,11 @@ AT_THE_SITE = {
         r"`df: ward` must hold numbers, got '.*'.*Name its public categories",
     ),
     "twice": (TABLE.assign(Age=1.0).rename(columns={"Age": "age"}), {}, "columns of different names.*got 'age'"),
-    "another unit": (TABLE.assign(creatinine=TABLE.creatinine * 88), {}, r"`df: creatinine` .*scale: \{creatinine"),
+    "another unit": (TABLE.assign(creatinine=TABLE.creatinine * 88), {}, r"`df: creatinine` .*\{creatinine: \{scale"),
     "months for years": (
         TABLE.assign(age=TABLE.age * 12),
         {},
-        r"`df: age` must be within 20 deviations .*scale: \{age: \[50, 20\]\}, got '\d+ of 60 values that are not'",
+        r"`df: age` must be within 20 deviations .*\{age: \{scale: \[50, 20\]\}\}, got '\d+ of 60 values that are not'",
     ),
     "a mark of a gap": (
         TABLE.assign(age=TABLE.age.mask(TABLE.index % 10 == 0, 999)),
@@ -109,19 +118,47 @@ AT_THE_SITE = {
 AT_THE_SERVER = {
     "order of classes": ({"classes": ["yes", "no"]}, r"classes \['yes', 'no'\] instead of \['no', 'yes'\]"),
     "more classes": ({"classes": ["no", "yes", "unknown"]}, r"classes .*unknown\] instead of \['no', 'yes'\]"),
-    "label": ({"label": "sex", "classes": ["F", "M"], "categories": {"died": ["no", "yes"]}}, "more columns died.*sex"),
+    "label": (
+        {
+            "label": "sex",
+            "classes": ["F", "M"],
+            "columns": {**without_entry("sex"), "died": {"categories": ["no", "yes"]}},
+        },
+        "more columns died.*sex",
+    ),
     "order of features": ({"features": FEATURES[::-1]}, "order sex, day, crp.* instead of age, creatinine"),
-    "mean": (inner("scale", age=[60, 20]), r"scale \{age: \[60.0, 20.0\]\} instead of \{age: \[50.0, 20.0\]\}"),
-    "deviation": (inner("scale", age=[50, 10]), r"scale \{age: \[50.0, 10.0\]\} instead of \{age: \[50.0, 20.0\]\}"),
-    "unscaled": (without("scale", "age"), r"scale \{age: null\} instead of \{age: \[50.0, 20.0\]\}"),
-    "order of categories": ({"categories": {"sex": ["M", "F"]}}, r"\{sex: \[M, F\]\} instead of \{sex: \[F, M\]\}"),
-    "more categories": ({"categories": {"sex": ["F", "M", "D"]}}, r"\{sex: \[F, M, D\]\} instead of \{sex: \[F, M\]\}"),
-    "fill": (inner("fill", crp=12), r"fill \{crp: '12'\} instead of \{crp: '10'\}"),
-    "more filled": (inner("fill", age=50), r"fill \{age: '50'\} instead of \{age: null\}"),
-    "first day": ({"dates": {"day": "2021-01-01"}}, "dates {day: '2021-01-01'} instead of {day: '2022-01-01'}"),
-    "unit": ({"units": {"creatinine": "umol/l"}}, r"units \{creatinine: umol/l\} instead of \{creatinine: mg/dl\}"),
-    "no unit": ({"units": {}}, r"units \{creatinine: null\} instead of \{creatinine: mg/dl\}"),
-    "fewer features": ({"features": FEATURES[:4], "categories": {}}, "bergen: no columns sex"),
+    "mean": (
+        column("age", scale=[60, 20]),
+        re.escape("encoding {age: {scale: [60.0, 20.0]}} instead of {age: {scale: [50.0, 20.0]}}"),
+    ),
+    "deviation": (
+        column("age", scale=[50, 10]),
+        re.escape("encoding {age: {scale: [50.0, 10.0]}} instead of {age: {scale: [50.0, 20.0]}}"),
+    ),
+    "unscaled": (without("age"), re.escape("encoding {age: null} instead of {age: {scale: [50.0, 20.0]}}")),
+    "order of categories": (
+        column("sex", categories=["M", "F"]),
+        re.escape("{sex: {categories: [M, F]}} instead of {sex: {categories: [F, M]}}"),
+    ),
+    "more categories": (
+        column("sex", categories=["F", "M", "D"]),
+        re.escape("{sex: {categories: [F, M, D]}} instead of {sex: {categories: [F, M]}}"),
+    ),
+    "fill": (column("crp", fill=12), re.escape("encoding {crp: {fill: '12'}} instead of {crp: {fill: '10'}}")),
+    "more filled": (column("age", fill=50), re.escape("encoding {age: {fill: '50'}} instead of {age: {fill: null}}")),
+    "first day": (
+        column("day", since="2021-01-01"),
+        re.escape("encoding {day: {since: '2021-01-01'}} instead of {day: {since: '2022-01-01'}}"),
+    ),
+    "unit": (
+        column("creatinine", unit="umol/l"),
+        re.escape("encoding {creatinine: {unit: umol/l}} instead of {creatinine: {unit: mg/dl}}"),
+    ),
+    "no unit": (
+        without("creatinine", "unit"),
+        re.escape("encoding {creatinine: {unit: null}} instead of {creatinine: {unit: mg/dl}}"),
+    ),
+    "fewer features": ({"features": FEATURES[:4], "columns": without_entry("sex")}, "bergen: no columns sex"),
 }
 
 
@@ -279,12 +316,12 @@ def test_the_servers_test_table_has_the_columns_of_the_sites(given, aarhus, tmp_
         (TABLE.drop(columns="crp"), {}, r"`features` must name columns of the table .*got 'crp'"),
         (
             TABLE,
-            {"features": FEATURES[:4], "categories": {}},
+            {"features": FEATURES[:4], "columns": without_entry("sex")},
             "`test set` .*like those of the sites, got 'no columns sex",
         ),
         (TABLE, {"classes": ["yes", "no"]}, r"`test set` must .*classes \[.yes., .no.\] instead of \[.no., .yes.\]"),
-        (TABLE, inner("scale", age=[60, 20]), r"`test set` .*age: \[60.0, 20.0\]\} instead of \{age: \[50.0"),
-        (TABLE, {"units": {"creatinine": "umol/l"}}, r"`test set` .*creatinine: umol/l\} instead of"),
+        (TABLE, column("age", scale=[60, 20]), r"`test set` .*\[60.0, 20.0\]\}\} instead of \{age: \{scale: \[50.0"),
+        (TABLE, column("creatinine", unit="umol/l"), r"`test set` .*unit: umol/l\}\} instead of"),
         (TABLE.replace("F", "W"), {}, r"`test: sex` must hold the given categories only, .*got 'W'"),
         (TABLE.assign(age=TABLE.age.where(TABLE.age > 40)), {}, "`test: age` must have no missing value"),
         (TABLE.assign(age=TABLE.age * 12), {}, "`test: age` must be within 20 deviations"),

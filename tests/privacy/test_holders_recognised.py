@@ -29,7 +29,14 @@ from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 from experiments import holders
 
 DELTA = 1e-3
-SCALE = {"age": (60, 20), "crp": (12, 10), "sbp": (130, 20)}
+COLUMNS = {"age": {"scale": (60, 20)}, "crp": {"scale": (12, 10)}, "sbp": {"scale": (130, 20)}}
+
+
+def of(*features: str) -> dict[str, object]:
+    """The section with these features alone."""
+    return {"features": list(features), "columns": {name: COLUMNS[name] for name in features}}
+
+
 LIMIT = ["limit", "bergen", "3", str(DELTA)]
 
 
@@ -57,7 +64,7 @@ class Runs:
         folder.mkdir()
         for name, table in tables.items():
             table.to_csv(folder / f"{name}.csv", index=False)
-        usual = {"label": "ill", "features": ["age", "crp", "sbp"], "scale": SCALE, "num_classes": 2}
+        usual = {"label": "ill", "features": ["age", "crp", "sbp"], "columns": COLUMNS, "num_classes": 2}
         return Population.from_dataframe(folder, **{**usual, **options})
 
     def run(self, tables, epsilon: float = 1.2, **options):
@@ -126,10 +133,10 @@ def changed(how: str) -> tuple[dict, dict]:
     shuffled = table.sample(frac=1, random_state=1)[["los", "ill", "sbp", "crp", "age"]]
     return {
         "order of features": (table, {"features": ["sbp", "age", "crp"]}),
-        "scale": (table, {"scale": {**SCALE, "age": (0, 10)}}),
-        "no scale": (table, {"features": ["sbp", "age"], "scale": {}}),
-        "one column less": (table, {"features": ["age", "crp"], "scale": {"age": (60, 20), "crp": (12, 10)}}),
-        "another column": (table, {"features": ["age", "los"], "scale": {"age": (60, 20)}}),
+        "scale": (table, {"columns": {**COLUMNS, "age": {"scale": (0, 10)}}}),
+        "no scale": (table, {"features": ["sbp", "age"], "columns": {}}),
+        "one column less": (table, of("age", "crp")),
+        "another column": (table, {"features": ["age", "los"], "columns": {"age": COLUMNS["age"]}}),
         "another label": (table.assign(ill=table["ill"]), {"label": "los", "num_classes": 1}),
         "labels swapped": (swapped, label),
         "45 % of the rows": (first, label),
@@ -185,9 +192,9 @@ def test_records_with_few_values_say_nothing(runs):
     columns = ["age", "crp", "sbp", "ill"]
     bergen, oslo = (pandas.DataFrame(rng.integers(0, 2, (400, 4)), columns=columns) for _ in range(2))
     for name, table in {"bergen": bergen, "oslo": oslo, "lund": bergen[:300]}.items():
-        runs.run({name: table}, scale={})
+        runs.run({name: table}, columns={})
     with pytest.warns(UserNotice, match=r"haukeland has records of bergen: .*all 400 records agree"):
-        runs.run({"haukeland": bergen.sample(frac=1, random_state=0)}, scale={})
+        runs.run({"haukeland": bergen.sample(frac=1, random_state=0)}, columns={})
     assert sorted(runs.holders()) == [("bergen", "haukeland"), ("lund",), ("oslo",)]
 
 
@@ -212,7 +219,7 @@ def test_a_column_of_clients_is_not_compared(runs):
     both = pandas.concat([patients().assign(site="a"), patients(seed=3).assign(site="b")])
     path = runs.folder / "both.csv"
     both.to_csv(path, index=False)
-    columns = {"label": "ill", "features": ["age", "crp", "sbp"], "scale": SCALE, "num_classes": 2}
+    columns = {"label": "ill", "features": ["age", "crp", "sbp"], "columns": COLUMNS, "num_classes": 2}
     runs.run(Population.from_dataframe(path, client="site", **columns))
     with pytest.warns(UserNotice, match="haukeland has records of a"):
         runs.run({"haukeland": patients().sample(frac=1, random_state=0)})
@@ -224,7 +231,7 @@ def test_how_a_file_is_written_does_not_count(runs):
     runs.run({"bergen": patients()})
     path = runs.folder / "written.csv"
     patients().to_csv(path, index=False, sep=";", decimal=",")
-    columns = {"label": "ill", "features": ["age", "crp", "sbp"], "scale": SCALE, "num_classes": 2}
+    columns = {"label": "ill", "features": ["age", "crp", "sbp"], "columns": COLUMNS, "num_classes": 2}
     for name, table in (("haukeland", {"file": path, "read": {"sep": ";", "decimal": ","}}), ("hus", patients())):
         with pytest.warns(UserNotice, match=f"{name} has records of bergen"):
             runs.run(Population.from_dataframe({name: table}, **columns))
@@ -349,9 +356,9 @@ def test_names_subsets_and_forms_in_any_order_never_pass_a_limit(runs, seed):
             runs.account.new(name)
         event = GaussianEvent(rng.uniform(0.02, 0.3), rng.uniform(0.9, 4), int(rng.integers(5, 40)))
         features = [one for one in ("crp", "age", "sbp") if one in rows]
-        scale = {one: (rng.uniform(0, 50), 40.0) for one in features}
+        columns = {one: {"scale": (rng.uniform(0, 50), 40.0)} for one in features}
         try:
-            runs.account.enter(entry(runs, {name: rows}, number, event, features=features, scale=scale))
+            runs.account.enter(entry(runs, {name: rows}, number, event, features=features, columns=columns))
             pay(runs.account, [(0, event)])
             paid.append(event)
         except UserError as error:
@@ -377,7 +384,7 @@ def entry(runs: Runs, tables, number: int = 99, event=None, **options) -> RunRec
 CONFIG = """
 rounds: 1
 data: {{class_path: dpfl_lightning.Population.from_dataframe, init_args: {{df: {folder}, label: ill, num_classes: 2,
-  features: {features}, scale: {{age: [60, 20], crp: [12, 10], sbp: [130, 20]}}}}}}
+  features: {features}, columns: {{age: {{scale: [60, 20]}}, crp: {{scale: [12, 10]}}, sbp: {{scale: [130, 20]}}}}}}}}
 model: {{name: logistic}}
 clients: {{batch_size: 16}}
 privacy: {{epsilon: 1.8, delta: 1.0e-3}}
@@ -510,7 +517,7 @@ def test_numbers_of_rows_make_no_one_holder(runs, numbers):
         table["nr"] = np.arange(count) + 1
         if numbers == "days":
             table["nr"] = pandas.date_range("2022-01-01", periods=count).strftime("%Y-%m-%d")
-        runs.run({name: table}, features=["age"], scale={"age": (60, 20)})
+        runs.run({name: table}, **of("age"))
     assert sorted(runs.holders()) == [("north",), ("south",)]
 
 
@@ -522,7 +529,7 @@ def test_dates_in_another_form_and_another_format_of_the_file_are_the_same(runs,
     runs.run({"bergen": table.assign(admitted=days.strftime("%Y-%m-%d"), discharged=later.strftime("%Y-%m-%d"))})
     runs.run({"cork": table.assign(admitted=days.strftime("%d.%m.%Y"), discharged=later.strftime("%d.%m.%Y"))})
     table.to_parquet(tmp_path / "turin.parquet")
-    given = {"label": "ill", "features": ["age", "crp", "sbp"], "scale": SCALE, "num_classes": 2}
+    given = {"label": "ill", "features": ["age", "crp", "sbp"], "columns": COLUMNS, "num_classes": 2}
     runs.run(Population.from_dataframe({"turin": tmp_path / "turin.parquet"}, **given))
     assert runs.holders() == [("bergen", "cork", "turin")]
 

@@ -57,7 +57,7 @@ def words(label: str = "ill", *more: str, **changed) -> list[str]:
     """Write the configuration of a search, and return the arguments of the command."""
     special, model, score = OF_LABEL[label]
     table = {"df": "patients.csv", "client": "hospital", "label": label}
-    table |= {"features": ["age", "crp"], "scale": {"age": [55, 20]}, **special}
+    table |= {"features": ["age", "crp"], "columns": {"age": {"scale": [55, 20]}}, **special}
     data = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": table}
     sweeping = {**RAW["sweep"], "scores": [score], **changed}
     raw = {**RAW, "data": data, "model": {"name": model}, "sweep": sweeping}
