@@ -106,35 +106,6 @@ class MaskOfPlaces(Ordinary):
         return F.scaled_dot_product_attention(heads, heads, heads, mask)[:1].reshape(1, 8)
 
 
-class Seeded(Ordinary):
-    """The second record of a pass gets the same draws in every pass."""
-
-    def changed(self, h, x):
-        torch.manual_seed(1)
-        return h * torch.rand(8)
-
-
-class SeededAsBefore(Ordinary):
-    def changed(self, h, x):
-        torch.manual_seed(torch.initial_seed())
-        return h * torch.rand(8)
-
-
-class SeededForAWhile(Ordinary):
-    def changed(self, h, x):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return h * F.dropout(torch.ones(8))
-
-
-class StateSetBack(Ordinary):
-    def changed(self, h, x):
-        state = torch.get_rng_state()
-        h = h * torch.rand(8)
-        torch.set_rng_state(state)
-        return h * torch.rand(8)
-
-
 class DataSet(Ordinary):
     def changed(self, h, x):
         self.head.bias.data = x[0, :3].detach()
@@ -200,10 +171,6 @@ def opened(net: nn.Module) -> dict[str, torch.Tensor]:
     [
         *(DebugUnwrap, Handled, Wrapped, Scripted, Rolled, RolledByName, Grown, Shrunk, Strided, FilledByName),
         *(
-            Seeded,
-            SeededAsBefore,
-            SeededForAWhile,
-            StateSetBack,
             DataSet,
             OwnGenerator,
             Negated,
@@ -228,16 +195,6 @@ def test_a_record_moves_a_sum_by_at_most_its_norm(kind):
     else:
         assert moved.norm() <= 1 + 1e-6
         assert all(torch.equal(before[name], p) for name, p in params.items())
-
-
-@pytest.mark.parametrize("kind", [Seeded, SeededForAWhile, StateSetBack])
-def test_a_generator_that_code_sets_is_refused_in_every_sum(kind):
-    torch.manual_seed(0)
-    net = kind()
-    clipped_sum, _ = clipped_sum_for(net, None, X[:0], Y[:0])
-    for _ in range(2):
-        with pytest.raises(UserError, match="the generator of random numbers is set"):
-            clipped_sum(opened(net), X, Y, ClipRequest(1.0))
 
 
 @torch.jit.script

@@ -6,7 +6,6 @@ left by what knows all of its records: an operator, or a function of autograd, w
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 import threading
@@ -174,17 +173,12 @@ class WatchedCalls(TorchFunctionMode):
                     raise LeftVmap("a mode of dispatch sees all records")
                 _require_inside(func, args, kwargs)
                 _require_no_code(func, types, (*args, *kwargs.values()))
-                draws = _may_draw(func)
-                if draws:
-                    self._require_own_draws()
                 if func in _RECURRENT and len(args) > 2 and isinstance(args[2], (list, tuple)):
                     args = _with_own_states(*args)
             found = self.compute(func, args, kwargs)
         except Exception as error:
             self._failed = self._failed or f"{type(error).__name__}: {error}"
             raise
-        if self._under_vmap and draws:
-            self._generators = _generators()
         if func is torch.autograd.grad:  # what it returns is the caller's
             return found
         self._note_operator(func, args, kwargs, found)
@@ -217,16 +211,8 @@ class WatchedCalls(TorchFunctionMode):
         """Return what a call returns."""
         return func(*args, **kwargs)
 
-    def _require_own_draws(self) -> None:
-        """Raise LeftVmap if code has set a generator: each place of a pass would get known numbers."""
-        if not all(map(torch.equal, _generators(), self._generators)):
-            for place, state in enumerate(self._generators):
-                torch.cuda.set_rng_state(state, place - 1) if place else torch.set_rng_state(state)
-            raise LeftVmap("the generator of random numbers is set, or used unseen")
-
     def forget(self) -> None:
         """Begin anew: the last pass may have ended with an error."""
-        self._generators = _generators() if self._under_vmap else []
         self._made.clear()
         self._failed = ""
         self.operators.clear()
@@ -235,8 +221,6 @@ class WatchedCalls(TorchFunctionMode):
         """Raise LeftVmap if an operator of a pass has failed: if code goes on, all records feel the error of one."""
         if self._failed:
             raise LeftVmap(self._failed)
-        if self._under_vmap:
-            self._require_own_draws()
 
     def _is_new(self, found: Tensor, args: tuple[Any, ...]) -> bool:
         """Return whether an operator has made a tensor: it may also return an argument, such as a buffer."""
@@ -301,8 +285,6 @@ _OPTIONS = frozenset({bool, int, float, str})
 _DROPOUTS = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout multi_head_attention_forward"
 #: functions that are told how much to drop, which is nothing while passes are watched
 _DROPPING = frozenset({*(getattr(F, name) for name in _DROPOUTS.split()), F.scaled_dot_product_attention, *_RECURRENT})
-#: functions that draw within, beside operators that say so
-_DRAWING = {one.__name__ for one in _DROPPING} | {"gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d"}
 #: functions of shapes and dtypes alone
 _OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full"}) | {
     "expand_as",
@@ -332,23 +314,6 @@ def _with_own_states(x: Tensor, states: Any, *rest: Any) -> tuple[Any, ...]:
     zero = x.new_zeros(())
     own = [state + zero for state in states] if isinstance(states, (list, tuple)) else states + zero
     return x, own, *rest
-
-
-def _generators() -> list[Tensor]:
-    """Return the states of torch's generators, of the CPU and of each GPU."""
-    used = torch.cuda.is_available() and torch.cuda.is_initialized()
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if used else ())]
-
-
-@functools.cache
-def _may_draw(func: Any) -> bool:
-    """Return whether a function of torch may draw random numbers, to judge by its operators."""
-    name = getattr(func, "__name__", "").split(".")[0]
-    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() and not name.startswith("__") else None
-    if name in _DRAWING:
-        return True
-    overloads = [getattr(packet, one) for one in packet.overloads()] if isinstance(packet, OpOverloadPacket) else []
-    return any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads)
 
 
 class OwnDraws:
