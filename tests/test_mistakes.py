@@ -46,7 +46,7 @@ TABLE = pandas.DataFrame(
 TABLES = {
     "a date": (
         {"features": ["age", "admitted"]},
-        "admitted` must hold numbers, got 'dates'. Write a public first day, as in dates: {admitted: 20",
+        "admitted` must hold numbers, got 'dates'. Write a public first day, as in columns: {admitted: {since: 20",
     ),
     "an id": (
         {"features": ["age", "patient_id"]},

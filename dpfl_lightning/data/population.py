@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from dpfl_lightning.data.lazy import LazyInputs, coins, scanned
 from dpfl_lightning.data.loaders import warn_of_batch_sizes
 from dpfl_lightning.data.modules import datasets_of
 from dpfl_lightning.data.raw_rows import RawRows, numbers_of_ids
-from dpfl_lightning.errors import require, warn_user
+from dpfl_lightning.errors import nearest, require, warn_user
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Block, Inputs, joined, record_shape, take
 from dpfl_lightning.privacy.ledger.evidence import Evidence
 
@@ -508,6 +509,10 @@ class Population:
         ... ).feature_names
         ('age (scaled)',)
         """
+        known = [*inspect.signature(cls.from_dataframe).parameters, *inspect.signature(cls.from_datasets).parameters]
+        unknown = next((name for name in options if name not in known), None)
+        must = "be arguments of from_dataframe; scale, categories and others of a column are in columns"
+        require(unknown is None, "options", must, unknown, nearest(str(unknown), known))
         require_filled(label, classes, columns)
         usual: dict[str, Any] = {"read": read or {}, "replace": replace or {}, "rename": rename or {}}
         stated, person = person is not None, None if person == NO_PERSON else person

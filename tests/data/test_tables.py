@@ -135,6 +135,7 @@ REFUSED = {
     "a column that there is not": ({"columns": {"smoke": {"scale": [0, 1]}}}, r"`columns` must .*got \['smoke'\]"),
     "no mapping": ({"columns": {"age": [50, 20]}}, "`columns: age` must be a mapping"),
     "a scaled label": ({"columns": {"died": {"scale": [0, 1]}}}, "`columns: died` must have a unit alone"),
+    "an argument that there is not": ({"scales": {}}, "`options` must be arguments of from_dataframe; .*got 'scales'"),
     "an unknown option": ({"read": {"seperator": ";"}}, "`read` must have keys of sep"),
     "client of several tables": ({"client": "id", "df": {"a": TABLE}}, "`client` must be left out"),
 }

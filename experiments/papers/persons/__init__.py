@@ -22,5 +22,5 @@ def hospitals(patients: int = 600) -> Population:
             {"patient_id": of, "age": age, "crp": crp, "pressure": pressure, "creatinine": creatinine}
         ).assign(ill=(rng.random(len(of)) < 1 / (1 + np.exp(-risk))).astype(int))
     return Population.from_dataframe(
-        tables, person="patient_id", label="ill", num_classes=2, scale={"age": (62, 15)}, held_out=0.2
+        tables, person="patient_id", label="ill", num_classes=2, columns={"age": {"scale": (62, 15)}}, held_out=0.2
     )
