@@ -400,7 +400,8 @@ def not_numeric(column: Series, table: Table) -> tuple[str, str]:
         where = "the last row" if last == 1 else f"the last {last} rows"
         return f"text in {where} alone", f"If this is a footer, such as a total, write read: {{skipfooter: {last}}}."
     if pandas.to_datetime(texts, errors="coerce", format="mixed").notna().all():
-        advice = f"Write a public first day, as in columns: {{{column.name}: {{since: 2020-01-01}}}}, or leave the column out."
+        given = f"columns: {{{column.name}: {{since: 2020-01-01}}}}"
+        advice = f"Write a public first day, as in {given}, or leave the column out."
         return "dates", advice
     if texts.nunique() > MOST_CATEGORIES and (forms := _beside_numbers(texts)):
         words = [form for form in forms if "0" not in form]
