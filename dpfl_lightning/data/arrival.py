@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from dpfl_lightning import data
 from dpfl_lightning.config.options import OWN_DATA, DataOptions
 from dpfl_lightning.config.registry import function_of
-from dpfl_lightning.data.columns import Column
+from dpfl_lightning.data.columns import Columns
 from dpfl_lightning.data.frames import NO_PERSON, OF_A_TABLE, table_of
 from dpfl_lightning.data.own import own_population
 from dpfl_lightning.data.population import Population
@@ -106,9 +106,8 @@ class OfTables(OfUser):
         person = given.get("person")  # the sites have theirs; a test set may do without
         person = None if person == NO_PERSON else person
         usual = {name: given.get(name) or {} for name in OF_A_TABLE}
-        columns = {name: Column.of(f"columns: {name}", one) for name, one in (given.get("columns") or {}).items()}
-        dates = [name for name, one in columns.items() if one.kind == "date"]
-        table = table_of(test, "test", dates, **usual)
+        public = Columns.given(given.get("label"), None, (), given.get("columns") or {}, None)
+        table = table_of(test, "test", public.dates, **usual)
         dropped = [*(given.get("drop") or ()), *(one for one in table.frame.columns if one == person)]
         own = {"df": {"test": table}, "test": table, "drop": dropped, "client": None, "person": NO_PERSON}
         population = self._made(None, {**given, **own})

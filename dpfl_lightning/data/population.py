@@ -509,7 +509,8 @@ class Population:
         ... ).feature_names
         ('age (scaled)',)
         """
-        known = [*inspect.signature(cls.from_dataframe).parameters, *inspect.signature(cls.from_datasets).parameters]
+        of_datasets = [*inspect.signature(cls.from_datasets).parameters][2:]  # without the records
+        known = [*inspect.signature(cls.from_dataframe).parameters, *of_datasets]
         unknown = next((name for name in options if name not in known), None)
         must = "be arguments of from_dataframe; scale, categories and others of a column are in columns"
         require(unknown is None, "options", must, unknown, nearest(str(unknown), known))

@@ -49,3 +49,9 @@ def test_a_new_way_takes_a_class_and_a_registration(monkeypatch):
 def test_a_path_that_cannot_be_imported_is_one_clear_error():
     with pytest.raises(UserError, match=r"`data.class_path` must be importable"):
         build_test_set(options("no_such_module.rows"))
+
+
+def test_columns_of_a_test_table_that_are_no_mapping_are_one_clear_error():
+    given = options("dpfl_lightning.Population.from_dataframe", label="ill", test="none.csv", columns=["age"])
+    with pytest.raises(UserError, match="`columns` must be a mapping"):
+        build_test_set(given)

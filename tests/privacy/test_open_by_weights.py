@@ -170,14 +170,7 @@ def opened(net: nn.Module) -> dict[str, torch.Tensor]:
     "kind",
     [
         *(DebugUnwrap, Handled, Wrapped, Scripted, Rolled, RolledByName, Grown, Shrunk, Strided, FilledByName),
-        *(
-            DataSet,
-            OwnGenerator,
-            Negated,
-            NegatedData,
-            Tried,
-            ChangedInputs,
-        ),
+        *(DataSet, OwnGenerator, Negated, NegatedData, Tried, ChangedInputs),
     ],
     ids=lambda kind: kind.__name__,
 )

@@ -177,12 +177,7 @@ class TappedCalls(WatchedCalls):
         if func in _DIFFERENTIATING:
             self.untapped = func.__name__
         if func is Tensor.__setitem__ and _fills_by_mask(*args):
-            target, mask, value = args
-            mask = mask[(...,) + (None,) * (target.dim() - mask.dim())]
-            if not isinstance(value, Tensor) or value.dim() == 0:
-                return target.masked_fill_(mask, value)
-            row = value[0] if value.dim() > target.dim() - args[1].dim() else value
-            return target.copy_(torch.where(mask, row, target))
+            return _filled(*args)
         if self.own_constants and func in _CONSTANTS:
             return self._of_each(func, args, kwargs)
         return super().compute(func, args, kwargs)
@@ -233,11 +228,10 @@ class TappedCalls(WatchedCalls):
 
     def _one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
         """Do what `F.one_hot` does, which reads the largest of its numbers."""
-        ids = tensor
-        classes = num_classes if num_classes > 0 else self._number(Tensor.item, (ids.max(),), {}) + 1
-        if not self._number(Tensor.__bool__, (((ids >= 0) & (ids < classes)).all(),), {}):
+        classes = num_classes if num_classes > 0 else self._number(Tensor.item, (tensor.max(),), {}) + 1
+        if not self._number(Tensor.__bool__, (((tensor >= 0) & (tensor < classes)).all(),), {}):
             raise RuntimeError(f"Class values must be from 0 to {classes - 1}.")
-        return (ids[..., None] == torch.arange(classes, device=ids.device)).long()
+        return (tensor[..., None] == torch.arange(classes, device=tensor.device)).long()
 
     def _recurrent(
         self,
@@ -650,6 +644,15 @@ def _fills_by_mask(target: Any, index: Any, value: Any) -> bool:
         return isinstance(value, int | float)
     one_row = value.dim() <= rest or (value.dim() == rest + 1 and len(value) == 1)
     return value.dim() == 0 or (one_row and value.dtype == target.dtype)
+
+
+def _filled(target: Tensor, mask: Tensor, value: Any) -> Tensor:
+    """Write one number, or row, where a mask of each record is true."""
+    rest = target.dim() - mask.dim()
+    mask = mask[(...,) + (None,) * rest]
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return target.masked_fill_(mask, value)
+    return target.copy_(torch.where(mask, value[0] if value.dim() > rest else value, target))
 
 
 def _different(of_each: Tensor, numbers: Tensor) -> Tensor:

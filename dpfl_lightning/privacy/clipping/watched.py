@@ -44,8 +44,17 @@ _HOOKS = (
 )  # code that runs in the backward pass, where no mode sees it
 _SET_DATA = (vars(torch._C.TensorBase)["data"].__set__,)  # equal to those that calls have, which are made anew
 _by_torch = custom_function_call.functorch_table[TransformType.Vmap]
-_LOCK, _HERE = threading.Lock(), threading.local()
+_LOCK = threading.Lock()
 _watched = 0  # passes under `vmap` that run now, in any thread: autograd has threads of its own
+
+
+class _Here(threading.local):
+    """How many passes under `vmap` this thread watches."""
+
+    watched = 0
+
+
+_HERE = _Here()
 
 
 def _of_function(interpreter: Any, function: Any, *operands: Any, **options: Any) -> Any:
@@ -80,7 +89,7 @@ def _not_within_a_pass(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return what calls compiled code, whose operators no mode sees, unless this thread watches a pass."""
 
     def called(script: Any, *args: Any, **options: Any) -> Any:
-        if getattr(_HERE, "watched", 0):
+        if _HERE.watched:
             raise LeftVmap("code of torch.jit runs unseen")
         return call(script, *args, **options)
 
@@ -91,7 +100,7 @@ class _Checkpoint(checkpoint._checkpoint_hook):  # type: ignore[misc]
     """What `torch.utils.checkpoint` does around a forward pass: nothing in a watched pass, which it computes once."""
 
     def __enter__(self) -> Any:
-        self._plain = bool(_watched)
+        self._plain = bool(_HERE.watched)
         return None if self._plain else super().__enter__()
 
     def __exit__(self, *error: Any) -> Any:
@@ -151,7 +160,7 @@ class WatchedCalls(TorchFunctionMode):
         self._modes = torch._C._len_torch_dispatch_stack()
         with _LOCK:
             _watched += self._under_vmap
-        _HERE.watched = getattr(_HERE, "watched", 0) + self._under_vmap
+        _HERE.watched += self._under_vmap
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -265,17 +274,21 @@ def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
             raise LeftVmap(f"`{name}` is an operator that is not torch's")
     else:
         packet = func
-    name, named = getattr(packet, "__name__", ""), {**dict(enumerate(args)), **kwargs}
-    of_others = [one for key, one in named.items() if key not in (0, "input", "self")]
+    name = getattr(packet, "__name__", "")
     if name in _OF_STORAGE:
         raise LeftVmap(f"`{name}` reaches the memory of other records")
-    if named.get("generator") is not None:
+    if kwargs.get("generator") is not None:
         raise LeftVmap(f"`{name}` draws by a generator of its own, which gives each place of a pass a known number")
-    if name == "roll" and all(one.dim() == 0 for one in named.values() if isinstance(one, Tensor)):
+    if name == "roll" and all(one.dim() == 0 for one in (*args, *kwargs.values()) if isinstance(one, Tensor)):
         raise LeftVmap("`roll` of a number rolls the records")
-    tables = name in _TABLES and sum(map(is_batched, named.values())) > 1
-    if tables or (name in _FILLS and any(map(is_batched, of_others))):
+    tables = name in _TABLES and sum(map(is_batched, (*args, *kwargs.values()))) > 1
+    if tables or (name in _FILLS and any(map(is_batched, _beside_input(args, kwargs)))):
         raise LeftVmap(f"`{name}` reaches the numbers of other records by an index beyond its own")
+
+
+def _beside_input(args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments of an operator but for its first one, by place or by name."""
+    return [*args[1:], *(one for name, one in kwargs.items() if name not in ("input", "self"))]
 
 
 #: functions by which torch asks all records at once, and those that ask each
