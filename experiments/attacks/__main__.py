@@ -33,17 +33,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", type=int, default=10_000, help="hostile models of the search")
     parser.add_argument("--nets", nargs="*", default=(), choices=search.NETS, help="nets of the search (all)")
     parser.add_argument("--sums", nargs="*", default=(), choices=search.SUMS, help="sums of the search (all)")
-    parser.add_argument("--json", type=Path, help="write the figures into this file")
+    parser.add_argument("--json", type=Path, help="write the figures into this file; a search goes on with it")
     options = parser.parse_args(argv)
     if options.what == "search":
-        found = search.search(options.models, options.nets, options.sums)
-        text = search.table(found)
-    else:
-        rows = _GUESSES[options.what](options.trials)
-        found, text = {"rows": rows, "torch": torch.__version__}, _table(rows)
+        print(search.table(search.search(options.models, options.nets, options.sums, file=options.json)))
+        return 0
+    rows = _GUESSES[options.what](options.trials)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(text)
+        options.json.write_text(json.dumps({"rows": rows, "torch": torch.__version__}, indent=1) + "\n")
+    print(_table(rows))
     return 0
 
 

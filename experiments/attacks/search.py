@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from dpfl_lightning.auditing.company import LARGE, Difference, differences, host
 from dpfl_lightning.privacy.clipping.checked import CheckedSum, clipped_sum_for, vmap_or_loop
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, LoopClippedSum, SampleLoss
 from dpfl_lightning.runtime.devices import use_exact_products
+from dpfl_lightning.runtime.files import write_text
 from experiments.attacks.nets import NETS, Case, loss_of
 from experiments.pages import markdown
 
@@ -35,25 +38,45 @@ CPU = torch.device("cpu")
 
 
 def search(
-    models: int, nets: Sequence[str] = (), sums: Sequence[str] = (), device: torch.device = CPU
+    models: int,
+    nets: Sequence[str] = (),
+    sums: Sequence[str] = (),
+    device: torch.device = CPU,
+    file: Path | None = None,
 ) -> dict[str, Any]:
     """Try so many hostile models, in turn of each net with each sum; return what differed, by net and sum.
 
-    `alone` says whether the net's gradients are computed one record at a time.
+    `alone` says whether the net's gradients are computed one record at a time. `file` is written after each pair;
+    pairs that it holds, of as many models, are not tried again.
     """
-    began = time.monotonic()
     if device.type == "cuda":
         use_exact_products()
     pairs = [(net, kind) for net in nets or NETS for kind in sums or SUMS]
-    rows = []
+    held = json.loads(file.read_text())["rows"] if file is not None and file.exists() else []
+    rows: list[dict[str, Any]] = []
     for number, (name, kind) in enumerate(pairs):
-        case, seeds = NETS[name], range(number, models, len(pairs))
-        net = case.net().to(device)
-        clipped_sum = SUMS[kind](net, loss_of(net), *_on(device, case.records(0, 0)))
-        found = [tried(clipped_sum, net, case, seed) for seed in range(len(seeds))]
-        alone = isinstance(clipped_sum.choose(), LoopClippedSum)
-        rows.append({"net": name, "sums": kind, "models": len(found), "alone": alone, **_summed(found)})
-    return {"rows": rows, "seconds": time.monotonic() - began, "torch": torch.__version__}
+        seeds = len(range(number, models, len(pairs)))
+        pair = {"net": name, "sums": kind, "models": seeds}
+        row = next((row for row in held if pair.items() <= row.items()), None)
+        rows.append(row or {**pair, **_pair(NETS[name], SUMS[kind], seeds, device)})
+        found = {"rows": rows, "seconds": sum(row["seconds"] for row in rows), "torch": torch.__version__}
+        if file is not None:
+            write_text(file, json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def _pair(
+    case: Case,
+    sum_for: Callable[[nn.Module, SampleLoss, Tensor, Tensor], CheckedSum],
+    seeds: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    began = time.monotonic()
+    net = case.net().to(device)
+    clipped_sum = sum_for(net, loss_of(net), *_on(device, case.records(0, 0)))
+    found = [tried(clipped_sum, net, case, seed) for seed in range(seeds)]
+    alone = isinstance(clipped_sum.choose(), LoopClippedSum)
+    return {"alone": alone, **_summed(found), "seconds": time.monotonic() - began}
 
 
 def _on(device: torch.device, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
