@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.pytorch.loggers import Logger
 from torch import nn
@@ -26,6 +26,8 @@ from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.client.identity import deciding_options
 from dpfl_lightning.federated.client.local_clients import LocalClients, facts_of
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.clients import Clients
+from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.federated.server.results import RunResult
@@ -44,8 +46,15 @@ from dpfl_lightning.reporting.run_files import read_result
 from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
-#: makes clients from a population, a module, an engine and the privacy options, as `LocalClients` does
-Remote = Callable[..., LocalClients]
+
+class Remote(Protocol):
+    """Clients whose records are not in this process; see `sites.server.deploy.AtSites`."""
+
+    def facts(self, test: Population) -> Facts:
+        """What the server knows of them; `test` has the test set alone, in the form of their records."""
+
+    def clients(self, test: Population, module: ClientModule, privacy: PrivacyOptions | None) -> Clients:
+        """The clients of a run."""
 
 
 def build_loggers(options: Options) -> list[Logger]:
@@ -93,7 +102,7 @@ class FederatedLoop(RunSession):
         device: "auto", or an accelerator of Lightning Fabric.
         options: the resolved configuration, which is stored with the run.
         new_net: builds the module's `net` from a seed, for strategies that start with several models or begin again.
-        remote: makes the clients, as `LocalClients` does, if their records are at sites; see `sites.server`.
+        remote: the clients, if their records are at sites; then the population has no client, but may have a test set.
 
     The other arguments are options of `config.options`.
 
@@ -108,8 +117,6 @@ class FederatedLoop(RunSession):
     Raises:
         UserError: options are out of range, or contradict each other.
     """
-
-    clients: LocalClients
 
     def __init__(
         self,
@@ -159,13 +166,19 @@ class FederatedLoop(RunSession):
         population = population.checked()
         if privacy is not None and privacy.unit == "person":
             _check_persons(privacy, registered)
-        population = population if privacy is None else population.counting(privacy.unit, privacy.rows_per_person)
+        if privacy is not None and remote is None:
+            population = population.counting(privacy.unit, privacy.rows_per_person)
         population, module = population.to(ranks.fabric.device), module.to(ranks.fabric.device)
         self.population, self.module, self._ranks = population, module, ranks
-        sides = population, module, FastEngine() if engine is None else engine, privacy
         require(remote is None or ranks.size == 1, "--nodes", "be used in one process", f"{ranks.size} ranks")
-        local = _clients(sides, ranks, remote)
-        settings = client_settings(population.num_records, clients, privacy, seed, population.names)
+        facts = facts_of(population) if remote is None else remote.facts(population)
+        sides: Clients
+        if remote is not None:
+            sides = remote.clients(population, module, privacy)
+        else:
+            here = population, module, FastEngine() if engine is None else engine, privacy
+            sides = LocalClients(*here) if ranks.size == 1 else RankedClients(*here, ranks)
+        settings = client_settings(facts.num_records, clients, privacy, seed, facts.names)
         if module.task_advice and not (options or {}).get("data", {}).get("name"):  # that of a public data set is known
             warn_user(module.task_advice)
         _notice(module, clients)
@@ -175,11 +188,10 @@ class FederatedLoop(RunSession):
         caveats = [one for strategy in registered for one in strategy.caveats]
         caveats += [ENDS_BY_RESULTS] if any(strategy.ends_by_results for strategy in registered) else []
         config = RunConfig(
-            facts=facts_of(
-                population,
+            facts=dataclasses.replace(
+                facts,
                 batch_size=tuple(client.batch_size for client in settings),
-                reported_epsilon=reported_epsilons(clients, settings, seed, population.names),
-                at_sites=remote is not None,
+                reported_epsilon=reported_epsilons(clients, settings, seed, facts.names),
             ),
             settings=settings,
             privacy=None if privacy is None else dataclasses.replace(privacy, noise_key=None),
@@ -192,13 +204,13 @@ class FederatedLoop(RunSession):
             seed=seed,
             output_dir=folder,
             evaluate_every=evaluate_every,
-            caveats=(*local.caveats, *caveats, *((EXACT_TIMES,) if exact_times else ())),
-            exact_times=exact_times or local.simulated or privacy is None,  # nobody is protected without privacy
+            caveats=(*sides.caveats, *caveats, *((EXACT_TIMES,) if exact_times else ())),
+            exact_times=exact_times or sides.simulated or privacy is None,  # nobody is protected without privacy
             options=options or {},
             new_net=new_net,
             resume_command=f"{invocation('fit', ranks.command)} --resume {folder}{at_nodes}" if options else by_code,
         )
-        super().__init__(local, module, config)
+        super().__init__(sides, module, config)
         module.check_optimizer(rounds, [client.steps for client in settings])
 
     def run(self, resume: bool = False) -> RunResult:
@@ -212,6 +224,12 @@ class FederatedLoop(RunSession):
         self.module.load(trained)
         return dataclasses.replace(result, model=copy.deepcopy(self.module.net).eval() if single else None)
 
+    @property
+    def local_clients(self) -> LocalClients:
+        """The clients of a run whose records are in this process."""
+        assert isinstance(self.clients, LocalClients), "the records are at sites"
+        return self.clients
+
     def client_model(self, client: int) -> nn.Module:
         """Return a copy of `net` in evaluation mode with a client's final model, and its personal parameters if any.
 
@@ -220,14 +238,8 @@ class FederatedLoop(RunSession):
         final_models = self.final_models(self.state)
         model = final_models.models[final_models.model_of[client]]
         module = copy.deepcopy(self.model)  # through which no record has passed
-        module.load(self.clients.engine.personalised(model, client))
+        module.load(self.clients.personalised(model, client))
         return module.net.eval()
-
-
-def _clients(sides: tuple[Any, Any, Any, Any], ranks: Ranks, remote: Remote | None) -> LocalClients:
-    if remote is not None:
-        return remote(*sides)
-    return LocalClients(*sides) if ranks.size == 1 else RankedClients(*sides, ranks)
 
 
 def _check_persons(privacy: PrivacyOptions, strategies: Sequence[Strategy]) -> None:
@@ -278,7 +290,7 @@ def build_loop(
 ) -> FederatedLoop:
     """Return the loop of a configuration, with `more` strategies and callbacks, and possibly another population.
 
-    `remote` makes clients whose records are at sites; see `sites.server.deploy.loop_over`.
+    `remote` are clients whose records are at sites; see `sites.server.deploy.loop_over`.
     """
     population = build_population(options) if population is None else population
     facts = facts_of(population)  # without the records, which may move to another device

@@ -17,6 +17,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels
+from dpfl_lightning.federated.messages.requests import train_request
 from dpfl_lightning.federated.messages.update import UpdateBuffer
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.loop import FederatedLoop
@@ -106,7 +107,7 @@ def cut_at(loop, round: int) -> None:
 
     def failing(plan, models, numbers, raw_weights):
         if plan.round == round:
-            engine.release(plan, 0, models, numbers[0])
+            engine.release(engine.clients[plan.clients[0]], train_request(plan, 0, models), numbers[0])
             raise PowerCut
         return train(plan, models, numbers, raw_weights)
 

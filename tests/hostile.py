@@ -4,15 +4,14 @@ import dataclasses
 import math
 
 import torch
-from sites import a_request
+from sites import a_question, a_request
 
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.messages.query import FeatureSums, LowestLoss, MeanLoss, NoMechanism, SelectModel
 from dpfl_lightning.models.augmentation import ClassAugmentation
-from dpfl_lightning.privacy.accounting.events import LaplaceEvent, NonPrivateEvent
-from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Gaussian
+from dpfl_lightning.models.optimizers import OPTIMIZERS
+from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Gaussian, Laplace
 from dpfl_lightning.sites import wire
-from dpfl_lightning.sites.exchange import Ask
 from dpfl_lightning.sites.wire import digest
 
 MODEL = torch.zeros(650)
@@ -26,16 +25,23 @@ def selection(terms, **changed):
     return SelectModel(mechanism_of={0: ExponentialMechanism(given.pop("epsilon"))}, **given)
 
 
+def mechanism(ask):
+    """That of an honest request."""
+    return ask().request.mechanism
+
+
 IMAGES = ClassAugmentation(("flip",) * 10, ((0.0, 0.0, 0.0),) * 10)
 
 #: what is asked for -> the request, of (the plan, a function that changes an honest request); none is planned
 HOSTILE = {
-    "less noise": lambda terms, ask: ask(event=dataclasses.replace(ask().event, noise_multiplier=1e-3)),
-    "no noise": lambda terms, ask: ask(event=NonPrivateEvent("everything")),
-    "another mechanism": lambda terms, ask: ask(event=LaplaceEvent(1.0, 2)),
-    "a higher rate": lambda terms, ask: ask(event=dataclasses.replace(ask().event, sample_rate=1.0)),
-    "more steps": lambda terms, ask: ask(event=dataclasses.replace(ask().event, steps=100)),
-    "noise that is left open": lambda terms, ask: ask(event=dataclasses.replace(ask().event, noise_multiplier=None)),
+    "less noise": lambda terms, ask: ask(mechanism=dataclasses.replace(mechanism(ask), noise_multiplier=1e-3)),
+    "no noise": lambda terms, ask: ask(mechanism=dataclasses.replace(mechanism(ask), noise_multiplier=0.0)),
+    "another mechanism": lambda terms, ask: ask(mechanism=Laplace(1.0, 1.0, 1.0, 480.0)),
+    "a higher rate": lambda terms, ask: ask(mechanism=dataclasses.replace(mechanism(ask), sample_rate=1.0)),
+    "more steps": lambda terms, ask: ask(steps=100),
+    "another clip norm": lambda terms, ask: ask(mechanism=dataclasses.replace(mechanism(ask), clip_norm=2.0)),
+    "another divisor": lambda terms, ask: ask(mechanism=dataclasses.replace(mechanism(ask), expected_batch_size=1.0)),
+    "another optimiser": lambda terms, ask: ask(optimizer=OPTIMIZERS["adam"]()),
     "another purpose": lambda terms, ask: ask(purpose="evaluate"),
     "training paid as a choice": lambda terms, ask: ask(purpose="select"),
     "round 0": lambda terms, ask: ask(round=0),
@@ -50,17 +56,19 @@ HOSTILE = {
     "an unknown operation": lambda terms, ask: ask(
         job=ClassGradients(10, augmentation=dataclasses.replace(IMAGES, operations=("eval",) * 10))
     ),
-    "a loss without noise": lambda terms, ask: Ask(
+    "a loss without noise": lambda terms, ask: a_question(
         digest(terms), 1, LowestLoss(mechanism_of={0: NoMechanism("the best model")}, models=torch.zeros(2, 650))
     ),
-    "a choice with less noise": lambda terms, ask: Ask(digest(terms), 1, selection(terms, epsilon=100.0)),
-    "a choice paid as training": lambda terms, ask: Ask(digest(terms), 1, selection(terms, purpose="train")),
-    "a choice among no models": lambda terms, ask: Ask(digest(terms), 1, selection(terms, models=torch.zeros(0, 650))),
-    "a choice without a bound": lambda terms, ask: Ask(digest(terms), 1, selection(terms, loss_bound=math.inf)),
-    "another client's answer": lambda terms, ask: Ask(
+    "a choice with less noise": lambda terms, ask: a_question(digest(terms), 1, selection(terms, epsilon=100.0)),
+    "a choice paid as training": lambda terms, ask: a_question(digest(terms), 1, selection(terms, purpose="train")),
+    "a choice among no models": lambda terms, ask: a_question(
+        digest(terms), 1, selection(terms, models=torch.zeros(0, 650))
+    ),
+    "a choice without a bound": lambda terms, ask: a_question(digest(terms), 1, selection(terms, loss_bound=math.inf)),
+    "another client's answer": lambda terms, ask: a_question(
         digest(terms), 1, dataclasses.replace(selection(terms), mechanism_of={1: ExponentialMechanism(0.1)})
     ),
-    "a question that is not planned": lambda terms, ask: Ask(
+    "a question that is not planned": lambda terms, ask: a_question(
         digest(terms),
         1,
         MeanLoss(
@@ -71,7 +79,7 @@ HOSTILE = {
             loss_bound=2.0,
         ),
     ),
-    "sums of features": lambda terms, ask: Ask(
+    "sums of features": lambda terms, ask: a_question(
         digest(terms),
         1,
         FeatureSums(mechanism_of={0: Gaussian(1.0, 9.0, 1.0, 480.0)}, nets=torch.zeros(1, 650), num_classes=10),

@@ -245,7 +245,7 @@ def rows_drawn(patch: MonkeyPatch) -> None:
 
     def drawn(self, index):
         person, row = self._drawn[index] // ROWS, self._drawn[index] % ROWS
-        x, y = self.population.records(self.client, person)
+        x, y = self.records.batch(person)
         some = x.weights[torch.arange(len(row)), row] > 0
         return _only(x, torch.arange(len(row))[some], row[some]), y[some]
 
@@ -269,7 +269,7 @@ def rows_split_over_steps(patch: MonkeyPatch) -> None:
     def split(self, index):
         parts = []
         for row, drawn in enumerate(self._drawn[max(0, index - ROWS + 1) : index + 1][::-1]):
-            x, y = self.population.records(self.client, drawn)
+            x, y = self.records.batch(drawn)
             some = torch.nonzero(x.weights[:, row])[:, 0]
             parts.append((_only(x, some, torch.full_like(some, row)), y[some]))
         xs, ys = zip(*parts, strict=True)

@@ -122,13 +122,13 @@ class Losing(FastEngine):
 class Failing(FastEngine):
     """Clients 1 and 3 fail, by an error that cannot be sent between ranks."""
 
-    def release(self, plan, row, *args):
+    def release(self, client, *args):
         class Odd(Exception):
             pass
 
-        if plan.clients[row] % 2:
+        if client.number % 2:
             raise Odd
-        return super().release(plan, row, *args)
+        return super().release(client, *args)
 
 
 def slurm(rank: int, hosts: int, ranks_on_each: int, port: int) -> dict[str, str]:
@@ -179,10 +179,10 @@ def broken_client(folder: Path) -> dict:
     """What rank 0 hears of an error of clients of another rank that the user has to correct; it ends all ranks."""
     release = SerialEngine.release
 
-    def failing(self, plan, row, *args):
+    def failing(self, client, *args):
         if launched().rank == 1:
-            raise UserError(f"client {plan.clients[row]}")
-        return release(self, plan, row, *args)
+            raise UserError(f"client {client.number}")
+        return release(self, client, *args)
 
     SerialEngine.release = failing
     try:

@@ -12,10 +12,13 @@ from conftest import FIXED_KEY
 from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.federated.messages.plan import LocalTraining
+from dpfl_lightning.federated.messages.query import Query
+from dpfl_lightning.federated.messages.requests import Ask, Evaluate, Train
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.privacy.mechanism import mechanism_of
 from dpfl_lightning.runtime.digests import memory_of
 from dpfl_lightning.sites import wire
-from dpfl_lightning.sites.exchange import Reply, Signed, Site, Terms, Train
+from dpfl_lightning.sites.exchange import Hello, Reply, Signed, Site, Terms, ToNode
 from dpfl_lightning.sites.node.accept import accept, open_study, site_of
 from dpfl_lightning.sites.node.records import settings_of, site_population
 from dpfl_lightning.sites.node.service import Listener, Node
@@ -168,11 +171,26 @@ def charges(state: StateFolder, terms: Terms) -> list:
     return read_ledger(ledger) if ledger.is_file() else []
 
 
-def a_request(terms: Terms, model, client: int = 0, **changed) -> Train:
-    """An honest request for the first round of a client."""
-    line = terms.plan.schedule.clients[client].planned[0]
-    honest = Train(digest(terms), 1, line.purpose, line.event, LocalTraining(), 0.5, model, None, 0.0)
-    return dataclasses.replace(honest, **changed)
+def a_request(terms: Terms, model, client: int = 0, event=None, **changed) -> ToNode:
+    """An honest request for the first round of a client; `event` gives another mechanism and number of steps."""
+    line, settings = terms.plan.schedule.clients[client].planned[0], terms.plan.settings[client]
+    event = event or line.event
+    mechanism = mechanism_of(event, settings.clip_norm, settings.num_records)
+    honest = Train(1, line.purpose, mechanism, event.steps, LocalTraining(), 0.5, model)
+    sent = {name: changed.pop(name) for name in ("plan", "known") if name in changed}
+    return dataclasses.replace(ToNode(digest(terms), dataclasses.replace(honest, **changed)), **sent)
+
+
+def hello(plan: str, nonce: str = "") -> ToNode:
+    return ToNode(plan, Hello(nonce))
+
+
+def a_question(plan: str, round: int, question: Query) -> ToNode:
+    return ToNode(plan, Ask(round, question))
+
+
+def an_evaluation(plan: str, round: int, model) -> ToNode:
+    return ToNode(plan, Evaluate(round, model))
 
 
 def with_lines(terms, *lines, **changed):

@@ -7,13 +7,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from sites import asked, federation, listening
+from sites import asked, federation, hello, listening
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.papers.sets.distilled_set import CARD, DATA_CARD, TENSORS
 from dpfl_lightning.reporting.mlflow import Tracking
-from dpfl_lightning.sites.exchange import Hello, Refused
+from dpfl_lightning.sites.exchange import Refused
 from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.server.clients import Sites
 from dpfl_lightning.sites.server.deploy import loop_over
@@ -55,7 +55,7 @@ def test_every_file_has_the_mode_of_the_table_and_the_table_no_others(make_loop,
         loop = loop_over(options, Sites(terms, (node.handle,)))
         loop.run()
         node.close()
-        assert asked(Node(node.state, None), Hello(digest(terms), "")) == Refused("halted")
+        assert asked(Node(node.state, None), hello(digest(terms))) == Refused("halted")
         with node.state.serving(), listening(node, node.state.path / "socket"):
             found = files_in(node.state.path, "NODE")
             assert stat.S_IMODE(node.state.path.stat().st_mode) == 0o700

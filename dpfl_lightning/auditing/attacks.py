@@ -120,13 +120,16 @@ def fresh_noise(loop: FederatedLoop, subject: AuditTarget, significance: float) 
     records = made_up(loop.population, POOL, loop.config.seed, start.device, start.dtype)
 
     def harness(streams: Streams) -> Harness:
-        engine, eight = build_engine(loop.clients.engine.name, loop.clients.engine.workers), {"eight": torch.arange(8)}
+        engine, eight = (
+            build_engine(loop.local_clients.engine.name, loop.local_clients.engine.workers),
+            {"eight": torch.arange(8)},
+        )
         return Harness(engine, copy.deepcopy(module), loop.population, records, eight, streams, copies)
 
     def released(audit_harness: Harness, again: bool = False) -> Tensor:
         return audit_harness.releases(["eight"] * audit_harness.copies, mechanism, 1, rate, again=again).double()
 
-    first, second = (harness(loop.clients.streams(loop.run_plan())) for _ in range(2))
+    first, second = (harness(loop.local_clients.streams(loop.run_plan())) for _ in range(2))
     first_releases = released(first)
     others = ((0, "a run"), (1, "a run"), (0, "another run"))
     simulated = [released(harness(Streams.simulated("0" * 32, *other))) for other in others]
@@ -313,7 +316,7 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
             clients=ClientOptions(count=2, batch_size=None),
             privacy=PrivacyOptions(noise_multiplier=1.0, delta=0.01, clip_norm=1.0, **protects),
             strategies=[strategy],
-            engine=build_engine(loop.clients.engine.name),
+            engine=build_engine(loop.local_clients.engine.name),
             output_dir=Path(folder) / "run",
             device=loop.clients.device.type,
         ).run()

@@ -21,6 +21,7 @@ from dpfl_lightning.federated.client.engines.engine import Batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
+from dpfl_lightning.federated.messages.requests import train_request
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
@@ -187,7 +188,8 @@ class Harness:
         """Return the rows that the engine draws for each step of one client, and how many all its batches hold."""
         self._attempt += 1
         plan = self._plan([name], mechanism, steps, 1.0, False, LocalTraining(), 1)
-        batches = self.engine.local_task(plan, 0, self.start.expand(1, -1), self._attempt)[2]
+        client, request = self.engine.clients[plan.clients[0]], train_request(plan, 0, self.start.expand(1, -1))
+        batches = self.engine.local_task(client, request, self._attempt)[2]
         return list(batches.draws), sum(len(y) for _, y in batches)
 
     def _plan(

@@ -68,7 +68,7 @@ def audit(
     all_findings = [(client["name"], finding) for client in clients for finding in client["findings"]]
     refuted = [f"client {client}: {finding['check']}" for client, finding in all_findings if finding["refuted"]]
     return {
-        "engine": loop.clients.engine.name,
+        "engine": loop.local_clients.engine.name,
         "seed": loop.config.seed,
         "confidence": confidence,
         "clients": clients,
@@ -109,7 +109,7 @@ def _checks(
         left_out.append("fresh noise: a simulation with privacy.noise_key repeats its noise, and protects nobody")
     else:
         yield "fresh noise", lambda: [attacks.fresh_noise(loop, subject, significance)]
-    yield "grid", lambda: [attacks.grid(subject, loop.clients.engine.name, *context, significance)]
+    yield "grid", lambda: [attacks.grid(subject, loop.local_clients.engine.name, *context, significance)]
     yield "answers", lambda: [attacks.answers(loop, subject)]
     scene = cache(lambda: _scene(loop, subject, significance, most))
     yield "sampling", lambda: [exact.sampling(subject, scene())]
@@ -151,7 +151,7 @@ def _scene(loop: FederatedLoop, subject: AuditTarget, significance: float, most:
     }
 
     def harness(sampling: str) -> Harness:
-        engine = build_engine(loop.clients.engine.name, loop.clients.engine.workers)
+        engine = build_engine(loop.local_clients.engine.name, loop.local_clients.engine.workers)
         return Harness(engine, module, loop.population, (x, y), datasets, Streams(), COPIES, sampling)
 
     poisson_harness = harness("poisson")

@@ -120,7 +120,8 @@ def evaluate_run(options: Options, run: Path) -> dict:
         readable = not at_sites and os.access(RunFolder(run).checkpoint, os.R_OK)
         checkpoint = RunFolder(run).load_checkpoint(module.device, ClientFolder(run).seal) if readable else None
         if personal := checkpoint is not None:
-            engine.load_state_dict({"personal": checkpoint["clients"]["personal"], "counts": engine.counts})
+            state = engine.clients.state_dict() | {"personal": checkpoint["clients"]["personal"]}
+            engine.clients.load_state_dict(state)
         else:
             kept = "the nodes of the sites" if at_sites else "checkpoint.pt of the run, which only the clients may read"
             names, where = ", ".join(module.personal), kept

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         exported = digest(export(loop, sites, flags.export))
     schedules, sampling = loop.plan_schedule().clients, SAMPLERS[loop.info.sampling].words
-    sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
+    sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.config.facts.num_records, strict=True)]
     besides = loop.config.caveats, loop.clients.unprotected
     planned = client_plans(schedules, loop.config.accountant, sizes, sampling, *besides, loop.clients.most_records)
     notes = [*loop.describe(), *filter(None, [loop.clients.outlook(loop.run_plan())])]

@@ -266,8 +266,9 @@ def check_rows(count: int, train_of: Sequence[Tensor], held_out_of: Sequence[Ten
 
     Raises UserError unless all rows are below `count`, no client has one twice, and none is in the test set, too.
     """
-    sizes = torch.tensor([len(train) + len(held_out) for train, held_out in zip(train_of, held_out_of, strict=True)])
-    rows = torch.cat([part for parts in zip(train_of, held_out_of, strict=True) for part in parts]).cpu()
+    pairs, none = list(zip(train_of, held_out_of, strict=True)), torch.zeros(0, dtype=torch.long)
+    sizes = torch.tensor([len(train) + len(held_out) for train, held_out in pairs], dtype=torch.long)
+    rows = torch.cat([none, *(part.cpu() for parts in pairs for part in parts)])
     on_test = rows.new_zeros(0) if test is None else test.cpu()
     everything = torch.cat([rows, on_test])
     fits = not everything.is_floating_point() and (not len(everything) or int(everything.min()) >= 0)
@@ -276,7 +277,7 @@ def check_rows(count: int, train_of: Sequence[Tensor], held_out_of: Sequence[Ten
     twice = len((rows + count * torch.arange(len(sizes)).repeat_interleave(sizes)).unique()) < len(rows)
     advice = "A record that counts twice moves a sum by two clip norms, and a held-out record must not be trained on."
     require(not twice, "Population", "hold each row of a client once", "a row that occurs twice", advice)
-    train = torch.cat(list(train_of)).cpu()
+    train = torch.cat([none, *(part.cpu() for part in train_of)])
     overlap = bool(torch.isin(train, on_test).any())
     require(not overlap, "Population.test", "hold no training record", "rows that a client trains on")
     return len(train.unique()) < len(train)

@@ -247,7 +247,8 @@ class Population:
         moved["x"] = tree_map(lambda part: part.to(device), self.x)
         for name in ("train_of", "held_out_of"):
             rows = getattr(self, name)
-            moved[name] = list(torch.cat(rows).to(device).split([len(client_rows) for client_rows in rows]))
+            together = torch.cat([self.y.new_zeros(0, dtype=torch.long), *rows])
+            moved[name] = list(together.to(device).split([len(client_rows) for client_rows in rows]))
         for name in ("units", "held_out_units"):
             units = getattr(self, name)
             moved[name] = None if units is None else [rows.to(device) for rows in units]

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from dpfl_lightning.federated.messages.clients import RunPlan
-from dpfl_lightning.federated.messages.plan import Job
-from dpfl_lightning.federated.messages.query import Query
+from dpfl_lightning.federated.messages.requests import Ask, Evaluate, Train
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm
@@ -88,58 +87,23 @@ def client_names(sites: Sequence[Site]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Hello:
-    """Ask a node for the account of its client in the plan with this hash.
+    """Ask a node for the account of its client.
 
-    `nonce` is random, so that the signed reply to another one is no reply to this one. `known` is the last head of the
-    node's ledger that the node has signed, here as in the other requests: without it the node refuses.
+    `nonce` is random, so that the signed reply to another one is no reply to this one.
     """
 
-    plan: str
     nonce: str
-    known: Head | None = None
 
 
 @dataclass(frozen=True)
-class Train:
-    """Ask for a noisy update from `model` `[P]`, or for class gradients.
+class ToNode:
+    """A request to the client of a node in the plan with this hash. The reply to `Evaluate` is the account, too.
 
-    `event` is what the server believes that the plan has for `purpose`. The node uses its copy of the plan, and
-    refuses if the two differ. `model`, `anchor`, `pull` and `learning_rate` are free: they change the result, not its
-    privacy.
+    `known` is the last head of the node's ledger that the node has signed: without it the node refuses.
     """
 
     plan: str
-    round: int
-    purpose: str
-    event: Release
-    job: Job
-    learning_rate: float
-    model: Tensor
-    anchor: Tensor | None
-    pull: float
-    known: Head | None = None
-
-
-@dataclass(frozen=True)
-class Ask:
-    """Ask for the noisy answer to a question; its mechanism has to be the planned one."""
-
-    plan: str
-    round: int
-    question: Query
-    known: Head | None = None
-
-
-@dataclass(frozen=True)
-class Keep:
-    """Let the client score `model` `[P]`, that of `round`, on its held-out records. The scores stay at the site.
-
-    The reply is the account of the client, as for `Hello`, whatever the scores are.
-    """
-
-    plan: str
-    round: int
-    model: Tensor
+    request: Hello | Train | Ask | Evaluate
     known: Head | None = None
 
 
@@ -199,5 +163,4 @@ class Signed:
     reply: Tensor
 
 
-Request = Hello | Train | Ask | Keep
 Reply = Welcome | Released | Refused

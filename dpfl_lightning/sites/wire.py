@@ -22,7 +22,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from dpfl_lightning.federated.messages import clients, evaluation, facts, plan, query, schedule, update
+from dpfl_lightning.federated.messages import clients, evaluation, facts, plan, query, requests, schedule, update
 from dpfl_lightning.models import augmentation, learning_rates, optimizers
 from dpfl_lightning.privacy import mechanism
 from dpfl_lightning.privacy.accounting import events, planned
@@ -78,8 +78,9 @@ register(query.FeatureSums, query.ScoreCounts)
 register(*mechanism.MECHANISMS, mechanism.ExponentialMechanism, *events.RELEASES)
 register(planned.Planned, planned.ClientSchedule)
 register(*optimizers.OPTIMIZERS.values(), *learning_rates.SCHEDULES.values())
-register(BatchForm, exchange.Site, exchange.Terms, exchange.Hello, exchange.Train, exchange.Ask, exchange.Paid)
-register(exchange.Keep, exchange.Welcome, exchange.Released, exchange.Refused, exchange.Signed, receipt.Receipt, Head)
+register(requests.Train, requests.Ask, requests.Evaluate, exchange.ToNode, exchange.Hello)
+register(BatchForm, exchange.Site, exchange.Terms, exchange.Paid, exchange.Welcome)
+register(exchange.Released, exchange.Refused, exchange.Signed, receipt.Receipt, Head)
 
 
 def encode(message: Any) -> bytes:

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.federated.messages.plan import LocalTraining
+from dpfl_lightning.federated.messages.requests import Train
 from dpfl_lightning.loop import build_loop
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
+from dpfl_lightning.privacy.mechanism import mechanism_of
 from dpfl_lightning.sites import signed, wire
-from dpfl_lightning.sites.exchange import Released, Terms, Train, most_header
+from dpfl_lightning.sites.exchange import Released, Terms, ToNode, most_header
 from dpfl_lightning.sites.node.accept import accept, new_node, open_study
 from dpfl_lightning.sites.node.records import settings_of
 from dpfl_lightning.sites.node.service import Node
@@ -76,19 +78,12 @@ class Server:
         """Return the noisy sum of the node without the record, or with it."""
         node, terms = self._sites[coin]
         self._rounds[coin] += 1
-        line = terms.plan.schedule.clients[0].planned[0]
-        request = Train(
-            wire.digest(terms),
-            self._rounds[coin],
-            line.purpose,
-            line.event,  # type: ignore[arg-type]
-            LocalTraining(),
-            self._rate,
-            self._model,
-            None,
-            0.0,
-        )
-        content, plan, site = wire.encode(request), wire.digest(terms), terms.sites[0]
+        line, settings = terms.plan.schedule.clients[0].planned[0], terms.plan.settings[0]
+        event: Any = line.event
+        mechanism, job = mechanism_of(event, settings.clip_norm, settings.num_records), LocalTraining()
+        asked = Train(self._rounds[coin], line.purpose, mechanism, event.steps, job, self._rate, self._model)
+        plan, site = wire.digest(terms), terms.sites[0]
+        content = wire.encode(ToNode(plan, asked))
         most = wire.Limits(most_header(terms.plan.schedule.clients[0]), 8 * self._model.numel())
         reply = signed.answer(node.handle(content), content, plan, {0: site.public_key}, most).reply
         if not isinstance(reply, Released):

@@ -10,6 +10,7 @@ from torch import nn
 from dpfl_lightning.data import Dataset, Population, load
 from dpfl_lightning.data.groups import GROUPS, grouped, renamed, turned, with_wrong_labels
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.evaluation import evaluate
 from dpfl_lightning.federated.client.identity import data_digests
@@ -133,7 +134,7 @@ def test_there_is_no_common_test_set_and_each_client_is_tested_as_its_group():
 
 def test_other_groups_are_other_data_to_a_resumed_run():
     def digest(population):
-        return tuple(data_digests(population, b"key"))
+        return tuple(data_digests(HeldClients(population), b"key"))
 
     kinds = [None, *((name, sizes) for name in GROUPS for sizes in ({"count": 2}, {"count": 3}, SIZES))]
     assert len({digest(made(kind)) for kind in kinds}) == len(kinds)

@@ -20,13 +20,14 @@ import pytest
 import sites
 import torch
 from pages import EVIL, Reader, words_of
-from sites import federation, planned, state_of
+from sites import federation, hello, planned, state_of
 
 from dpfl_lightning.commands.ledger import main as ledger_command
 from dpfl_lightning.commands.node import main
 from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.data.persons import codes
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.identity import data_digests
 from dpfl_lightning.privacy.ledger.evidence import Evidence
 from dpfl_lightning.privacy.ledger.file import read_header
@@ -34,7 +35,7 @@ from dpfl_lightning.reporting.odds import Odds
 from dpfl_lightning.reporting.site_page import TOTALS
 from dpfl_lightning.runtime.spoken import words_of as spoken
 from dpfl_lightning.sites import wire
-from dpfl_lightning.sites.exchange import Hello, Released
+from dpfl_lightning.sites.exchange import Released
 from dpfl_lightning.sites.node.accept import accept, offer_of, open_study, site_of
 from dpfl_lightning.sites.node.records import settings_of, site_population
 from dpfl_lightning.sites.node.scores import read_scores
@@ -372,7 +373,7 @@ def test_who_has_the_files_can_test_guesses_as_the_page_says(tmp_path, the_state
     assert started(cork, digest(terms)) is None
     folder, guess = cork.plan_folder(digest(terms)), offer_of(terms, cork).population
     key, other = bytes.fromhex((folder / "data_key").read_text()), b"another key"
-    by_key, without_key = ([one.hex() for one in data_digests(guess, secret)] for secret in (key, other))
+    by_key, without_key = ([one.hex() for one in data_digests(HeldClients(guess), secret)] for secret in (key, other))
     kept = read_header(folder / "ledger.jsonl").identity["records"]
     assert by_key == kept and without_key[0] != kept[0], "nothing without data_key"
 
@@ -555,7 +556,7 @@ def test_the_page_says_of_each_file_when_it_may_be_deleted(tmp_path, the_state_o
     state = states[0]
     folder = state.plan_folder(digest(terms))
     assert CONTACT in words_of((folder / "report.html").read_text())
-    Node(state, None).handle(wire.encode(Hello(digest(terms), "")))  # leaves error.log
+    Node(state, None).handle(wire.encode(hello(digest(terms))))  # leaves error.log
     with state.serving(), sites.listening(nodes[0], state.path / "socket"):
         found = {file for file in state.path.rglob("*") if not file.is_dir()}
     found |= {file for name in ("state", "data") for file in (tmp_path / name).rglob("*") if file.is_file()}

@@ -28,10 +28,10 @@ def failing(monkeypatch):
     def fail(round, clients, error):
         local_task = SerialEngine.local_task
 
-        def broken(self, plan, row, *args):
-            if plan.round == round and plan.clients[row] in clients:
+        def broken(self, client, request, *args):
+            if request.round == round and client.number in clients:
                 raise error
-            return local_task(self, plan, row, *args)
+            return local_task(self, client, request, *args)
 
         monkeypatch.setattr(SerialEngine, "local_task", broken)
 
@@ -77,7 +77,7 @@ def test_a_failed_batch_does_not_change_the_bits_of_a_client(make_loop, failing)
         with pytest.warns(UserNotice, match="ValueError"):
             loop.run()
         models.append(loop.state.models)
-        counts = loop.clients.engine.counts[:, 0].tolist()
+        counts = loop.clients.engine.clients.counts[:, 0].tolist()
         sizes = loop.population.num_records
         assert counts == [3 * sizes[0], 2 * sizes[1], 3 * sizes[2], 3 * sizes[3]], "no gradient is counted twice"
     torch.testing.assert_close(*models, rtol=1e-6, atol=1e-6)
@@ -114,10 +114,10 @@ def test_what_the_privacy_core_refuses_ends_the_run(engine, options, make_loop, 
 def test_a_client_that_fails_to_answer_is_left_out(engine, make_loop, monkeypatch):
     answer = SerialEngine.answer
 
-    def broken(self, query, client, round, number):
-        if client == 2 and round == 1:
+    def broken(self, client, query, round, number):
+        if client.number == 2 and round == 1:
             raise OSError("a disk")
-        return answer(self, query, client, round, number)
+        return answer(self, client, query, round, number)
 
     monkeypatch.setattr(SerialEngine, "answer", broken)
     loop = make_loop(engine=ENGINES[engine](), parts=[Ifca()], privacy=PROTECTED)

@@ -91,7 +91,7 @@ def test_class_gradients_are_counted_too(engine, make_loop):
     loop.clients.engine.setup(loop.module, loop.population, Streams(bytes(32)), "poisson")
     state = ServerState(loop.module.flat[None], (0,) * 4)
     loop.clients.engine.train(loop.view(state).plan(job=ClassGradients(3)), state.models, [0] * 4)
-    counts = loop.clients.engine.state_dict()["counts"].T.tolist()
+    counts = loop.clients.engine.clients.state_dict()["counts"].T.tolist()
     assert counts[0] == list(loop.population.num_records) and counts[2] == [0, 3, 0, 1]
 
 
@@ -110,7 +110,7 @@ def test_clipped_are_those_whose_norm_exceeds_the_clip_norm(engine, make_loop):
             norms.append(float(torch.cat([p.grad.flatten() for p in net.parameters()]).norm()))
         due.append([len(norms), sum(norm > 4.0 for norm in norms), 0])
     loop.run()
-    assert loop.clients.engine.state_dict()["counts"].tolist() == due
+    assert loop.clients.engine.clients.state_dict()["counts"].tolist() == due
     assert all(0 < clipped < every for every, clipped, _ in due)
 
 
@@ -197,8 +197,8 @@ def test_diagnostics_change_no_bit_of_the_training_and_engines_agree_on_counts(e
     assert torch.equal(shown.state.models, plain.state.models)
     assert [one.planned for one in shown.schedule.clients] == [one.planned for one in plain.schedule.clients]
     torch.testing.assert_close(plain.state.models, serial.state.models, rtol=1e-4, atol=1e-5)
-    counts = plain.clients.engine.state_dict()["counts"]
-    assert torch.equal(counts, serial.clients.engine.state_dict()["counts"])
+    counts = plain.clients.engine.clients.state_dict()["counts"]
+    assert torch.equal(counts, serial.clients.engine.clients.state_dict()["counts"])
     assert ((counts[:, 1] > 0) & (counts[:, 1] < counts[:, 0])).all()
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.identity import data_digests, module_digest
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.strategy import Strategy, strategy_digests
@@ -140,7 +141,7 @@ def test_strategies_count_with_their_settings_and_callbacks_do_not():
 
 
 def digests(population, key=b"k" * 32):
-    return list(data_digests(population, key))
+    return list(data_digests(HeldClients(population), key))
 
 
 def test_digests_of_records_are_keyed_and_each_clients_own():

@@ -15,7 +15,21 @@ import pandas
 import pytest
 import torch
 from hostile import HOSTILE, MODEL, ROUNDS, UNFIT, hostile, selection
-from sites import SITES, a_request, accepting, asked, charges, key_of, listening, planned, reply_in, state_of
+from sites import (
+    SITES,
+    a_question,
+    a_request,
+    accepting,
+    an_evaluation,
+    asked,
+    charges,
+    hello,
+    key_of,
+    listening,
+    planned,
+    reply_in,
+    state_of,
+)
 
 from dpfl_lightning.commands.node import main
 from dpfl_lightning.config.mapping import from_mapping
@@ -23,7 +37,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.ledger.file import Head
 from dpfl_lightning.sites import sockets, wire
-from dpfl_lightning.sites.exchange import REFUSALS, Ask, Hello, Keep, Refused, Released, Reply, Welcome
+from dpfl_lightning.sites.exchange import REFUSALS, Refused, Released, Reply, Welcome
 from dpfl_lightning.sites.node.accept import accept, open_study, verified
 from dpfl_lightning.sites.node.records import settings_of, site_population
 from dpfl_lightning.sites.node.service import Node
@@ -52,11 +66,11 @@ def node(place, terms):
 
 
 def test_codes_are_all_that_others_learn(node, terms, place):
-    assert asked(node, Hello("0" * 64, "")) == asked(node, Hello("../" + digest(terms), "")) == Refused("unknown_plan")
+    assert asked(node, hello("0" * 64)) == asked(node, hello("../" + digest(terms))) == Refused("unknown_plan")
     assert asked(node, Refused("spent")) == asked(node, Released(1, ())) == Refused("malformed")
     assert reply_in(node.handle(b"GET / HTTP/1.1\r\n")) == Refused("malformed")
     assert all(code.isidentifier() for code in REFUSALS)
-    assert asked(node, Hello(digest(terms), "")) == Welcome(False, asked(node, Hello(digest(terms), "")).paid)
+    assert asked(node, hello(digest(terms))) == Welcome(False, asked(node, hello(digest(terms))).paid)
 
 
 @pytest.fixture
@@ -77,8 +91,8 @@ def test_releases_are_charged_once_sent_again_free_and_end_with_the_plan(fresh, 
     assert isinstance(halves[0], Released) and halves[1] == Refused("spent")
     assert asked(fresh, a_request(terms, MODEL, round=2)) == Refused("spent")
     assert len(charges(fresh.state, terms)) == ROUNDS and verified(fresh.state, digest(terms)) <= 2.0
-    choice = asked(fresh, Ask(digest(terms), 1, selection(terms)))
-    assert choice.value in (0, 1) and asked(fresh, Ask(digest(terms), 1, selection(terms))).value == choice.value
+    choice = asked(fresh, a_question(digest(terms), 1, selection(terms)))
+    assert choice.value in (0, 1) and asked(fresh, a_question(digest(terms), 1, selection(terms))).value == choice.value
     fresh.state.withdraw(digest(terms))
     assert asked(fresh, a_request(terms, MODEL)) == Refused("withdrawn")
     assert fresh.state.plans()[digest(terms)].epsilon > 1.9, "it stays reserved"
@@ -104,7 +118,7 @@ def test_every_line_of_the_table_of_the_page(fresh, terms, monkeypatch):
 
     def at_once():
         replies = []
-        requests = [a_request(terms, MODEL), Ask(digest(terms), 1, selection(terms))]
+        requests = [a_request(terms, MODEL), a_question(digest(terms), 1, selection(terms))]
         threads = [threading.Thread(target=lambda one=one: replies.append(asked(fresh, one))) for one in requests]
         for thread in threads:
             thread.start()
@@ -114,13 +128,13 @@ def test_every_line_of_the_table_of_the_page(fresh, terms, monkeypatch):
         return replies
 
     def failing():
-        monkeypatch.setattr(fresh._studies[digest(terms)].clients.engine, "train", None)
-        replies = [train(MODEL + 2, round=3), asked(fresh, Hello(digest(terms), ""))]
+        monkeypatch.setattr(fresh._studies[digest(terms)].clients.engine, "carry_out", None)
+        replies = [train(MODEL + 2, round=3), asked(fresh, hello(digest(terms)))]
         (fresh.state.plan_folder(digest(terms)) / "error.log").unlink()
         return replies
 
     def of_no_study():
-        replies = [asked(fresh, Hello("0" * 64, "")), reply_in(fresh.handle(b"GET / HTTP/1.1\r\n"))]
+        replies = [asked(fresh, hello("0" * 64)), reply_in(fresh.handle(b"GET / HTTP/1.1\r\n"))]
         fresh.state.withdraw(digest(terms))
         return [*replies, train()]
 
@@ -129,7 +143,7 @@ def test_every_line_of_the_table_of_the_page(fresh, terms, monkeypatch):
         "several releases at once": (at_once, 2),
         "the same release again": (lambda: [train()], 0),
         "anything, with a signed head": (lambda: [train(known=Head("0" * 32, 1, "0" * 32))], 0),
-        "that the site scores": (lambda: [asked(fresh, Keep(digest(terms), 1, MODEL))], 0),
+        "that the site scores": (lambda: [asked(fresh, an_evaluation(digest(terms), 1, MODEL))], 0),
         "a model that is not finite": (lambda: [train(model) for model in UNFIT.values()], 0),
         "the same round from another model": (lambda: [train(MODEL + 1)], 1),
         "something whose computation fails": (failing, 1),
@@ -151,16 +165,16 @@ def test_every_line_of_the_table_of_the_page(fresh, terms, monkeypatch):
 
 
 def test_an_error_after_the_charge_halts_the_plan_and_its_text_stays(fresh, terms, monkeypatch):
-    asked(fresh, Hello(digest(terms), ""))
+    asked(fresh, hello(digest(terms)))
     study = fresh._studies[digest(terms)]
 
     def failing(*args):
         raise ValueError("record 17 has label 99")
 
-    monkeypatch.setattr(study.clients.engine, "train", failing)
+    monkeypatch.setattr(study.clients.engine, "carry_out", failing)
     assert asked(fresh, a_request(terms, MODEL)) == Refused("halted")
     assert len(charges(fresh.state, terms)) == 1, "charged before it was computed"
-    assert asked(fresh, Hello(digest(terms), "")) == Refused("halted")
+    assert asked(fresh, hello(digest(terms))) == Refused("halted")
     log = fresh.state.plan_folder(digest(terms)) / "error.log"
     assert "record 17" in log.read_text() and stat.S_IMODE(log.stat().st_mode) == 0o600
     log.unlink()  # the operator has looked at it
@@ -169,7 +183,7 @@ def test_an_error_after_the_charge_halts_the_plan_and_its_text_stays(fresh, term
 
 
 def test_a_crash_between_charge_and_release_costs_the_charge_only(fresh, terms, monkeypatch):
-    asked(fresh, Hello(digest(terms), ""))
+    asked(fresh, hello(digest(terms)))
     with monkeypatch.context() as patch:
 
         def cut(*args):
@@ -223,19 +237,17 @@ def test_on_the_socket_replies_leave_at_slots_and_hostile_streams_end(node, term
                 reply = reply_in(sockets.receive(connection, wire.Limits(1 << 20, 1 << 20), 30.0))
                 return reply, time.monotonic() - begun
 
-        for content in (wire.encode(Hello(digest(terms), "")), wire.encode(Hello("?", ""))):
+        for content in (wire.encode(hello(digest(terms))), wire.encode(hello("?"))):
             _, seconds = exchange(content)
             assert seconds >= slot
         huge = wire.PREFIX.pack(b"DPFL", wire.VERSION, 100, 1 << 60)
         assert exchange(huge)[0] == exchange(b"\0" * wire.PREFIX.size)[0] == Refused("malformed")
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(str(path))
-            connection.sendall(wire.encode(Hello("?", ""))[:-1])  # cut off
-        assert exchange(wire.encode(Hello("?", "")))[0] == Refused("unknown_plan"), "the node still answers"
+            connection.sendall(wire.encode(hello("?"))[:-1])  # cut off
+        assert exchange(wire.encode(hello("?")))[0] == Refused("unknown_plan"), "the node still answers"
         replies = []
-        threads = [
-            threading.Thread(target=lambda: replies.append(exchange(wire.encode(Hello("?", ""))))) for _ in range(5)
-        ]
+        threads = [threading.Thread(target=lambda: replies.append(exchange(wire.encode(hello("?"))))) for _ in range(5)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -380,7 +392,7 @@ def test_records_that_changed_after_the_first_release_halt_the_plan(tmp_path, te
     asked(node, a_request(terms, MODEL))
     node.close()
     state.save(dataclasses.replace(state.settings(), client="1"))  # other records
-    assert asked(Node(state, open_study), Hello(digest(terms), "")) == Refused("halted")
+    assert asked(Node(state, open_study), hello(digest(terms))) == Refused("halted")
 
 
 def test_a_site_reads_its_records_as_fit_does(tmp_path, monkeypatch):

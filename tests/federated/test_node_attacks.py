@@ -11,10 +11,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from sites import (
+    a_question,
     a_request,
     accepting,
     asked,
     configured,
+    hello,
     key_of,
     listening,
     planned,
@@ -28,11 +30,12 @@ from dpfl_lightning.commands.node import main
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.plan import LocalTraining
 from dpfl_lightning.federated.messages.query import FeatureSums
+from dpfl_lightning.federated.messages.requests import Train
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.sites import signed, sockets, wire
-from dpfl_lightning.sites.exchange import Ask, Hello, Refused, Released, Train
+from dpfl_lightning.sites.exchange import Refused, Released, ToNode
 from dpfl_lightning.sites.node.accept import accept, open_study
 from dpfl_lightning.sites.node.service import MOST_CONNECTIONS, Listener, Node
 from dpfl_lightning.sites.node.state import StateFolder
@@ -59,7 +62,7 @@ def features(terms, clip_norm, divisor):
     nets = torch.randn(1, 650, generator=torch.Generator().manual_seed(1))
     mechanism = Gaussian(1.0, NOISE, 1.0, divisor)
     object.__setattr__(mechanism, "clip_norm", clip_norm)  # a hostile server checks nothing
-    return Ask(digest(terms), 1, FeatureSums(mechanism_of={0: mechanism}, nets=nets, num_classes=10))
+    return a_question(digest(terms), 1, FeatureSums(mechanism_of={0: mechanism}, nets=nets, num_classes=10))
 
 
 @pytest.mark.parametrize("clip_norm", [1e-305, 1e-310])
@@ -182,7 +185,7 @@ class Loud(Signing):
 
 def said_hello(path, plan="?"):
     connection = connected(path)
-    connection.sendall(wire.encode(Hello(plan, "")))
+    connection.sendall(wire.encode(hello(plan)))
     return connection
 
 
@@ -237,17 +240,17 @@ def connected(path):
 
 
 def for_plan(connection, plan):
-    connection.sendall(wire.encode(Hello(plan, "")))
+    connection.sendall(wire.encode(hello(plan)))
     return reply_in(sockets.receive(connection, wire.Limits(1 << 20, 1 << 20), 5.0))
 
 
-HEADER = wire.encode(Hello("unknown", ""))[wire.PREFIX.size :]
+HEADER = wire.encode(hello("unknown"))[wire.PREFIX.size :]
 
 #: what a stranger sends, and no more
 UNFINISHED = {
     "nothing": b"",
     "a prefix without its end": wire.PREFIX.pack(b"DPFL", wire.VERSION, 100, 0)[:9],
-    "a header without its end": wire.encode(Hello("unknown", ""))[:-1],
+    "a header without its end": wire.encode(hello("unknown"))[:-1],
     "no model of an unknown plan": wire.PREFIX.pack(b"DPFL", wire.VERSION, len(HEADER), 1 << 20) + HEADER,
 }
 
@@ -271,7 +274,7 @@ def test_strangers_who_send_no_whole_request_keep_nobody_out(sent, count, tmp_pa
 def test_strangers_who_send_byte_by_byte_keep_nobody_out(tmp_path):
     with listening(Patient(), tmp_path / "s"), contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connected(tmp_path / "s")) for _ in range(MOST_CONNECTIONS)]
-        drips = [threading.Thread(target=dripping, args=(one, wire.encode(Hello("x", "")), 0.01)) for one in slow]
+        drips = [threading.Thread(target=dripping, args=(one, wire.encode(hello("x")), 0.01)) for one in slow]
         for one in drips:
             one.start()
         began = time.monotonic()
@@ -287,7 +290,7 @@ def test_refusals_of_strangers_take_no_turn(tmp_path):
         strangers = [stack.enter_context(connected(tmp_path / "s")) for _ in range(MOST_CONNECTIONS - 1)]
         late = stack.enter_context(connected(tmp_path / "s"))
         for one in strangers:
-            one.sendall(wire.encode(Hello("unknown", "")))
+            one.sendall(wire.encode(hello("unknown")))
         began = time.monotonic()
         assert for_plan(late, "known") == Refused("spent")
         assert 0.2 <= time.monotonic() - began < 1.0
@@ -429,7 +432,8 @@ def pushed(connections, content):
 
 def a_model_for(plan):
     numbers = torch.zeros(MODELS // 4)
-    return wire.encode(Train(plan, 1, "train", GaussianEvent(1.0, 1.0, 1), LocalTraining(), 1.0, numbers, None, 0.0))
+    request = Train(1, "train", Gaussian(1.0, 1.0, 1.0, 1.0), 1, LocalTraining(), 1.0, numbers)
+    return wire.encode(ToNode(plan, request))
 
 
 @pytest.mark.parametrize(("plan", "most"), [("unknown", 0), ("known", 1)])

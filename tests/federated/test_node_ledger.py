@@ -4,11 +4,11 @@ import shutil
 
 import pytest
 import torch
-from sites import a_request, accepting, asked, charges, planned
+from sites import a_request, accepting, asked, charges, hello, planned
 
 from dpfl_lightning.commands.node import main
 from dpfl_lightning.privacy.ledger.ledger import Ledger
-from dpfl_lightning.sites.exchange import Hello, Refused, Released
+from dpfl_lightning.sites.exchange import Refused, Released
 from dpfl_lightning.sites.node.accept import open_study
 from dpfl_lightning.sites.node.service import Listener, Node
 from dpfl_lightning.sites.node.state import StateFolder
@@ -164,7 +164,7 @@ def test_a_crash_within_a_charge_counts_what_is_on_disk(tmp_path, terms, monkeyp
             asked(node, a_request(terms, model(1)))
         node.close()
         again = Node(node.state, open_study)
-        paid = asked(again, Hello(digest(terms), "")).paid
+        paid = asked(again, hello(digest(terms))).paid
         assert len(paid) == 1 + lines
         replies = [asked(again, a_request(terms, model(number))) for number in range(2, 2 + ROUNDS)]
         assert [isinstance(one, Released) for one in replies] == [True] * (ROUNDS - 1 - lines) + [False] * (1 + lines)

@@ -18,17 +18,18 @@ from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.messages.clients import LostClients
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.messages.query import SelectModel
+from dpfl_lightning.federated.messages.requests import Ask
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 from dpfl_lightning.runtime.spoken import WORDS, digits_of, words_of
 from dpfl_lightning.sites import wire
-from dpfl_lightning.sites.exchange import MOST_HEADER, Ask
+from dpfl_lightning.sites.exchange import MOST_HEADER
 from dpfl_lightning.sites.node.accept import accept, open_study
 from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.node.state import StateFolder, kept_releases
-from dpfl_lightning.sites.server.deploy import planning_loop, remote_population, terms_of
+from dpfl_lightning.sites.server.deploy import planning_loop, terms_of, test_population
 from dpfl_lightning.sites.terms import cost_of, read_terms
 from dpfl_lightning.sites.wire import digest
 
@@ -106,7 +107,7 @@ def test_a_node_without_its_own_key_is_neither_served_nor_verified(state, said):
 def test_sites_of_one_key_are_named(terms):
     sites = [terms.sites[0], terms.sites[1], dataclasses.replace(terms.sites[2], public_key=terms.sites[1].public_key)]
     with pytest.raises(UserError, match="one key of 1 and 2"):
-        remote_population(configured(Path("unused")), sites)
+        test_population(configured(Path("unused")), sites)
 
 
 def test_a_limit_is_raised_by_a_word_and_never_silently(state, said, terms, tmp_path):
@@ -148,7 +149,7 @@ def test_limits_of_persons_are_said_and_plans_of_another_unit_refused(tmp_path, 
             accept(state, forged)
         with pytest.raises(UserError, match=f"`privacy.{key}` must be that of site 0, {ours}, got .?{value}"):
             server = configured(tmp_path, privacy={**sites.OF_PERSONS["privacy"], key: value})
-            remote_population(server, of_persons.sites)
+            test_population(server, of_persons.sites)
 
 
 def test_gradients_of_classes_are_refused_where_persons_are_protected(tmp_path):
@@ -238,7 +239,7 @@ def test_the_server_says_which_questions_are_too_long_for_nodes(tmp_path):
     nodes = nodes_of(tmp_path, terms)
     clients = over(nodes, terms, configured(tmp_path / "run", strategies={"ifca": {}})).clients
     question = SelectModel(mechanism_of={0: ExponentialMechanism(0.06)}, models=torch.zeros(65, 650), loss_bound=2.0)
-    assert isinstance(clients._answer(0, Ask(digest(terms), 1, question)), LostClients)
+    assert isinstance(clients._answer(0, Ask(1, question)), LostClients)
     assert not charges(nodes[0].state, terms)
 
 
@@ -304,7 +305,7 @@ def test_sites_of_other_columns_are_named_with_what_differs(terms):
     ):
         other = dataclasses.replace(table, name="1", public_key=terms.sites[1].public_key, **changed)
         with pytest.raises(UserError, match=words):
-            remote_population(configured(Path("unused")), [table, other])
+            test_population(configured(Path("unused")), [table, other])
 
 
 def test_a_server_of_a_table_names_its_test_set_only(tmp_path, monkeypatch, capsys):
@@ -420,7 +421,7 @@ def told(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "telling", raising=False)
     usual, file = sites.settings_for, tmp_path / "told.txt"
     fixed = {"model": "telling.Net", "model_args": FIXED}
-    monkeypatch.setattr(sites, "settings_for", lambda *args: dataclasses.replace(usual(*args), **fixed))
+    monkeypatch.setattr(sites, "settings_for", lambda *args, **more: dataclasses.replace(usual(*args, **more), **fixed))
 
     def since() -> list[str]:
         lines = file.read_text().splitlines() if file.exists() else []

@@ -5,17 +5,18 @@ import dataclasses
 import pytest
 import torch
 from hostile import UNFIT, changed, one_is
-from sites import a_request, accepting, charges, configured, nodes_of, over, planned, reply_in, with_lines
+from sites import a_question, a_request, accepting, charges, configured, nodes_of, over, planned, reply_in, with_lines
 
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.messages.query import FeatureSums, MeanLoss, SelectModel
+from dpfl_lightning.federated.messages.requests import Train
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Gaussian
 from dpfl_lightning.sites import wire
-from dpfl_lightning.sites.exchange import REFUSALS, Ask, Refused, Released, Train
+from dpfl_lightning.sites.exchange import REFUSALS, Refused, Released, ToNode
 from dpfl_lightning.sites.wire import digest
 
 NOISE, MANY = 400.0, 200
@@ -54,18 +55,18 @@ def classes(terms, job=None, **given):
 def loss(terms, models=None, row_of=None, **given):
     models, row_of = MODEL[None] if models is None else models, {0: 0} if row_of is None else row_of
     given = {"mechanism_of": {0: GAUSSIAN}, "models": models, "row_of": row_of, "loss_bound": 2.0} | given
-    return Ask(digest(terms), 1, MeanLoss(**given))
+    return a_question(digest(terms), 1, MeanLoss(**given))
 
 
 def selection(terms, models=None):
     models = torch.stack([MODEL, ANCHOR]) if models is None else models
-    return Ask(
+    return a_question(
         digest(terms), 1, SelectModel(mechanism_of={0: ExponentialMechanism(1e-4)}, models=models, loss_bound=2.0)
     )
 
 
 def sums(terms, nets):
-    return Ask(digest(terms), 1, FeatureSums(mechanism_of={0: GAUSSIAN}, nets=nets, num_classes=10))
+    return a_question(digest(terms), 1, FeatureSums(mechanism_of={0: GAUSSIAN}, nets=nets, num_classes=10))
 
 
 NAMES = ("1.weight", "1.bias")  # of the parameters of the plan's model
@@ -201,8 +202,11 @@ def test_the_server_is_told_which_models_are_refused(tmp_path, monkeypatch):
     loop = over(nodes, terms, configured(tmp_path / "run"))
 
     def sick(message):
-        is_asked = isinstance(message, Train)
-        return encode(dataclasses.replace(message, model=UNFIT["not a number"]) if is_asked else message)
+        if isinstance(message, ToNode) and isinstance(message.request, Train):
+            message = dataclasses.replace(
+                message, request=dataclasses.replace(message.request, model=UNFIT["not a number"])
+            )
+        return encode(message)
 
     encode = wire.encode
     monkeypatch.setattr(wire, "encode", sick)

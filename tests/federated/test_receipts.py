@@ -11,7 +11,7 @@ import time
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from sites import asked, charges, configured, key_of, nodes_of, over, planned, reply_in, with_copy
+from sites import asked, charges, configured, hello, key_of, nodes_of, over, planned, reply_in, with_copy
 
 from dpfl_lightning.commands.ledger import main as ledger
 from dpfl_lightning.errors import UserError, UserNotice
@@ -20,7 +20,7 @@ from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.file import Head, read_header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
 from dpfl_lightning.sites import signed, wire
-from dpfl_lightning.sites.exchange import Hello, Paid, Refused, Released, Signed, Train, Welcome
+from dpfl_lightning.sites.exchange import Paid, Refused, Released, Signed, ToNode, Welcome
 from dpfl_lightning.sites.node.accept import open_study
 from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.receipt import Receipt, digest_of, public_key
@@ -101,7 +101,7 @@ def test_the_first_contact_is_signed_for_this_server(tmp_path, terms, attack, wo
         sent.append(nodes[1].handle(content))
         return attack(nodes, sent)
 
-    sent.append(nodes[1].handle(wire.encode(Hello(digest(terms), "of another day"))))
+    sent.append(nodes[1].handle(wire.encode(hello(digest(terms), "of another day"))))
     with pytest.raises(LostClients, match=words):
         loop_over(options(tmp_path), Sites(terms, (nodes[0].handle, channel)))
     assert not (tmp_path / "run").exists()
@@ -124,7 +124,8 @@ def test_an_older_ledger_is_refused_by_name_before_it_spends_and_the_newest_copy
             shutil.copytree(folder, tmp_path / "newest")
             nodes[1] = with_copy(nodes[1], tmp_path / "copy")
             for round in range(2, 2 + elsewhere):
-                other = dataclasses.replace(wire.decode(Train, content), round=round, known=None)
+                asked_for = dataclasses.replace(wire.decode(ToNode, content).request, round=round)
+                other = ToNode(digest(terms), asked_for)
                 assert isinstance(asked(nodes[1], other), Released)
         return nodes[1].handle(content)
 

@@ -14,6 +14,7 @@ from dpfl_lightning.commands.plan import main as plan
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.config.registry import names_of
 from dpfl_lightning.data.persons import chosen_rows
+from dpfl_lightning.data.records import Records
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.engines.serial import DrawnBatches
@@ -157,7 +158,7 @@ def test_rows_of_a_person_follow_from_this_person_and_the_secret():
 
 def test_a_batch_holds_blocks_of_persons():
     population = people().counting("person", 4).chosen(b"secret")
-    (x, y), *_ = DrawnBatches(population, 0, [np.arange(population.num_records[0])])
+    (x, y), *_ = DrawnBatches(Records(population, 0), [np.arange(population.num_records[0])])
     sizes = sorted((x.weights > 0).sum(1).tolist())
     assert x.x.shape[:2] == y.shape == (population.num_records[0], 4)
     torch.testing.assert_close(x.weights.sum(1), torch.ones(len(y)))

@@ -14,6 +14,7 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.commands.evaluate import main as evaluate
 from dpfl_lightning.commands.fit import main as fit
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.client.identity import data_digests
 from dpfl_lightning.federated.client.module import ClientModule
@@ -96,7 +97,7 @@ def test_the_data_key_lives_as_long_as_the_run(make_loop):
     assert broken.clients.folder.key_file.stat().st_mode & 0o777 == 0o600
     assert holders(broken.output_dir, key) == ["data_key"], "an interrupted run needs it, and has it there only"
     digests = broken.clients.folder.header().identity["records"]
-    assert digests == [one.hex() for one in data_digests(broken.population, key)]
+    assert digests == [one.hex() for one in data_digests(HeldClients(broken.population), key)]
     again = make_loop(privacy=PROTECTED, output_dir=broken.output_dir)
     assert again.run(resume=True).rounds == 2
     assert not again.clients.folder.key_file.exists() and holders(again.output_dir, key) == []

@@ -11,7 +11,7 @@ import pandas
 import pytest
 import torch
 from conftest import FIXED_KEY
-from sites import a_request, asked, configured, federation, key_of, with_lines
+from sites import a_question, a_request, an_evaluation, asked, configured, federation, key_of, with_lines
 
 from dpfl_lightning.algorithms.binned_scores import binned_scores, edges_of
 from dpfl_lightning.commands.node import main
@@ -28,7 +28,7 @@ from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.reporting.mlflow.sync import _curves
 from dpfl_lightning.reporting.run_files import read_run
 from dpfl_lightning.sites import wire
-from dpfl_lightning.sites.exchange import Ask, Keep, Refused, Welcome
+from dpfl_lightning.sites.exchange import Refused, Welcome
 from dpfl_lightning.sites.node import study
 from dpfl_lightning.sites.node.accept import accept, open_study, site_of
 from dpfl_lightning.sites.node.records import settings_of, site_population
@@ -110,7 +110,7 @@ def test_scores_that_fail_change_no_reply(tmp_path, monkeypatch):
     nodes, terms, _ = federation(tmp_path, count=1)
     monkeypatch.setattr(study, "evaluate_own", lambda *_: 1 / 0)
     with pytest.warns(UserNotice, match="scores of held-out records are not computed: ZeroDivisionError"):
-        assert asked(nodes[0], Keep(digest(terms), 0, torch.zeros(650))) == Welcome(True, ())
+        assert asked(nodes[0], an_evaluation(digest(terms), 0, torch.zeros(650))) == Welcome(True, ())
     assert read_scores(nodes[0].state.plan_folder(digest(terms))) is None
 
 
@@ -126,11 +126,13 @@ def test_an_operator_reads_that_held_out_records_are_counted_and_sent(tmp_path, 
 def test_what_a_server_may_ask_of_held_out_records(tmp_path):
     nodes, terms, _ = federation(tmp_path, RELEASED)
     model, plan, node = torch.zeros(650), digest(terms), nodes[0]
-    before = asked(node, Keep(plan, 0, model))
-    assert before == asked(node, Keep(plan, 2, model + 1)) == Welcome(True, ()), "one reply, whatever the scores are"
+    before = asked(node, an_evaluation(plan, 0, model))
+    assert before == asked(node, an_evaluation(plan, 2, model + 1)) == Welcome(True, ()), (
+        "one reply, whatever the scores are"
+    )
     for round, other in ((-1, model), (9, model)):
-        assert asked(node, Keep(plan, round, other)) == Refused("not_planned")
-    assert asked(node, Keep(plan, 1, model * math.nan)) == Refused("unfit_model")
+        assert asked(node, an_evaluation(plan, round, other)) == Refused("not_planned")
+    assert asked(node, an_evaluation(plan, 1, model * math.nan)) == Refused("unfit_model")
     watched = Node(nodes[1].state, functools.partial(open_study, score_every=2))
     for round, scored in ((1, None), (2, 1)):
         asked(watched, a_request(terms, model, client=1, round=round))
@@ -141,12 +143,12 @@ def test_what_a_server_may_ask_of_held_out_records(tmp_path):
     noise = Gaussian(1.0, line.event.noise_multiplier, 1.0, 1.0)
     for changed in ({"edges": (0.5, 0.1)}, {"edges": (math.nan,)}, {"edges": (0.1, 1.0)}, {"row_of": {0: 3}}):
         asking = ScoreCounts(mechanism_of={0: noise}, **{**honest, **changed})
-        assert asked(node, Ask(plan, 1, asking)) == Refused("not_planned"), changed
+        assert asked(node, a_question(plan, 1, asking)) == Refused("not_planned"), changed
     of_training = a_request(terms, model, purpose="scores", event=line.event)
     assert asked(node, of_training) == Refused("not_planned"), "it would train on what was accepted for counts"
     louder = dataclasses.replace(noise, noise_multiplier=0.1)
-    assert asked(node, Ask(plan, 1, ScoreCounts(mechanism_of={0: louder}, **honest))) == Refused("not_planned")
-    counts = asked(node, Ask(plan, 1, ScoreCounts(mechanism_of={0: noise}, **honest))).value
+    assert asked(node, a_question(plan, 1, ScoreCounts(mechanism_of={0: louder}, **honest))) == Refused("not_planned")
+    counts = asked(node, a_question(plan, 1, ScoreCounts(mechanism_of={0: noise}, **honest))).value
     assert len(counts) == 20 and len(read_ledger(node.state.plan_folder(plan) / "ledger.jsonl")) == 1
 
 
@@ -184,10 +186,10 @@ def test_no_reply_tells_whether_records_are_held_out(tmp_path):
         models = torch.zeros(1, *node._study(digest(terms)).clients.module.flat.shape)
         asking = {"models": models, "row_of": {0: 0}, "edges": edges_of(4)}
         question = ScoreCounts(mechanism_of={0: Gaussian(1.0, 20.0, 1.0, 1.0)}, **asking)
-        assert asked(node, Ask(digest(terms), 1, question)) == Refused("not_planned")
+        assert asked(node, a_question(digest(terms), 1, question)) == Refused("not_planned")
         clients = node._study(digest(terms)).clients
         with pytest.raises(RuntimeError):  # also without this refusal: a public record is computed where there is none
-            clients.engine.answer(ChargedQuery.of(question), 0, 1, 0)
+            clients.engine.answer(clients.client(0), ChargedQuery.of(question), 1, 0)
 
 
 def test_the_price_of_scores_is_in_the_plan(make_loop):

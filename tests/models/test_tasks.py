@@ -33,7 +33,7 @@ from dpfl_lightning.models.tasks import TASKS, ClassWeightedLoss, task_of
 from dpfl_lightning.papers.distillation.distillation import Distillation
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.noise import Streams
-from dpfl_lightning.sites.node.records import seated
+from dpfl_lightning.sites.node.records import only
 
 
 class Named(nn.Module):
@@ -551,7 +551,7 @@ def test_labels_of_survival_are_an_interval_and_an_event(labels, where, message)
         check_fits(ClientModule(nn.Linear(1, 4), task="survival"), people)
     assert "-100" not in str(refused.value)
     if where == "rome":
-        at_site = seated(people, client=1, place=0, names=["rome"], num_clients=1)
+        at_site = only(people, client=1)
         with pytest.raises(UserError, match=message):
             check_fits(ClientModule(nn.Linear(1, 4), task="survival"), at_site)
 

@@ -92,7 +92,7 @@ def _train(entry: Entry, model: nn.Module) -> FederatedLoop:
     problems = {
         "it did not finish": not result.finished,
         "a client failed": bool(engine.failed),
-        "a client trained on no record": not engine.counts[:, 0].all(),
+        "a client trained on no record": not engine.clients.counts[:, 0].all(),
         "parameters are not finite": not end.isfinite().all(),
         "parameters did not change": torch.equal(start, end),
         "a budget is exceeded": any(client["epsilon_spent"] > EPSILON for client in result.clients),

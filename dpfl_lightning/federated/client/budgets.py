@@ -3,12 +3,13 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.messages.facts import ClientSettings
-from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, Job, LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import Query, event_of
+from dpfl_lightning.federated.messages.requests import Ask, Train
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.accounting.accountant import Accountant
@@ -30,6 +31,17 @@ _FOREIGN = (
     "Lines were appended while the run was interrupted, or another version chose the noise. Restore the run's ledger, "
     "resume with the version that began the run, or start a new run."
 )
+
+
+def _require_known(job: Job, *others: object) -> None:
+    """Raise TypeError unless these are the framework's classes.
+
+    A subclass could state another event, or send another value.
+    """
+    kinds = {type(job), *map(type, others)}
+    kinds |= {type(job.augmentation)} if isinstance(job, ClassGradients) else set()
+    if not kinds <= _KNOWN:
+        raise TypeError(f"a round plan must have the framework's jobs and mechanisms, got {kinds - _KNOWN}")
 
 
 def check_budgets(schedule: RunSchedule, settings: Sequence[ClientSettings], name_of: NameOf = str) -> None:
@@ -92,22 +104,25 @@ class Budgets:
 
     def charge_round(self, plan: RoundPlan) -> tuple[RoundPlan, list[int]]:
         """Charge the clients that can pay. Returns their part of the plan, and the number of each client's charge."""
-        kinds = {type(plan), type(plan.job), *map(type, plan.mechanism_of)}
-        kinds |= {type(plan.job.augmentation)} if isinstance(plan.job, ClassGradients) else set()
-        if not kinds <= _KNOWN:  # a subclass could state another event, or send another value
-            raise TypeError(f"a round plan must have the framework's jobs and mechanisms, got {kinds - _KNOWN}")
-        charges = {
-            client: self._next(client, plan.round, plan.purpose, plan.sampler(row, self.sampling).event)
-            for row, client in enumerate(plan.clients)
-        }
-        plan = plan.only(lambda client: self._payable(charges[client]))
-        return plan, self._charge([charges[client] for client in plan.clients])
+        _require_known(plan.job, *plan.mechanism_of, plan)
+        events = {client: plan.sampler(row, self.sampling).event for row, client in enumerate(plan.clients)}
+        numbers = self._charge(plan.round, plan.purpose, events)
+        return plan.only(numbers.__contains__), [*numbers.values()]
 
     def charge_query(self, query: Query, round: int) -> tuple[tuple[int, ...], list[int]]:
         """Charge the clients that can pay for their answer. Returns them, and the number of each client's charge."""
-        charges = [self._next(client, round, query.purpose, event_of(query, client)) for client in query.clients]
-        charges = [charge for charge in charges if self._payable(charge)]
-        return tuple(charge.client for charge in charges), self._charge(charges)
+        events = {client: event_of(query, client) for client in query.clients}
+        numbers = self._charge(round, query.purpose, events)
+        return tuple(numbers), [*numbers.values()]
+
+    def charge(self, client: int, request: Train | Ask) -> int | None:
+        """Charge what one client is asked for. Returns the number of its charge in the round; None if it cannot pay."""
+        if isinstance(request, Ask):
+            _, numbers = self.charge_query(request.question, request.round)
+            return next(iter(numbers), None)
+        _require_known(request.job, request.mechanism)
+        event = request.sampler(self.sampling).event
+        return self._charge(request.round, request.purpose, {client: event}).get(client)
 
     def unrecorded(self, client: int, charges: Sequence[Charge]) -> list[Charge]:
         """Return what the ledger lacks of the charges that a client elsewhere says it has paid.
@@ -160,14 +175,17 @@ class Budgets:
             raise UserError(f"`{self.ledger.path}` must hold what {whose}, got {known[charge.number]}. {_FOREIGN}")
         return charge.number < len(known)
 
-    def _charge(self, charges: Sequence[Charge]) -> list[int]:
+    def _charge(self, round: int, purpose: str, events: Mapping[int, Release]) -> dict[int, int]:
+        """Charge one release of each client that can pay. Returns client -> number of its charge in the round."""
+        charges = [self._next(client, round, purpose, event) for client, event in events.items()]
+        charges = [charge for charge in charges if self._payable(charge)]
         check_starter()
         self._check_ledger(self.schedule)
         self._paid.update(charge.client for charge in charges)
         if self._numbers is not None:
             self._numbers.update((charge.client, charge.round) for charge in charges)
         self.ledger.charge([charge for charge in charges if not self._is_charged(charge)])
-        return [charge.number for charge in charges]
+        return {charge.client: charge.number for charge in charges}
 
     def change(self, schedule: RunSchedule) -> None:
         """Continue with another solved schedule, which may depend on what was released so far.

@@ -3,30 +3,62 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.client.engines.engine import Engine
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.metrics import Metrics, Tables, metrics_of
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score, mean_metrics
 from dpfl_lightning.models.model import forward_chunk
 from dpfl_lightning.models.tasks import CUSTOM, IGNORED, TASKS, Task
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
+from dpfl_lightning.privacy.clipping.inputs import Inputs, take
+from dpfl_lightning.privacy.clipping.reference import scoring
 
 MOST_NUMBERS = 1 << 25  # of the outputs of a batch: language models have one for each token and word
 _NOTHING = Score(None, math.nan)
+
+
+class Scorer(Protocol):
+    """What an evaluation needs of an engine."""
+
+    @property
+    def workers(self) -> int | None: ...
+
+    def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
+        """Outputs `[n, ...]` of the parameters `model` `[P]` for `rows` `[n]` of a population's records."""
+
+    def personalised(self, model: Tensor, client: int) -> Tensor:
+        """`model` `[P]` with the client's personal parameters."""
+
+
+@torch.no_grad()
+def outputs_of(
+    module: ClientModule,
+    model: Tensor,
+    population: Population,
+    rows: Tensor,
+    enter: Callable[[Inputs], Inputs] = lambda x: x,
+) -> Tensor:
+    """Outputs `[n, ...]` of the parameters `model` `[P]` for `rows` `[n]`; `enter` arranges each part in memory."""
+    params, parts = module.unflatten(model), []
+    with scoring(module.net, module.sample_loss):
+        for chunk in rows.split(forward_chunk(model.device)):
+            parts.append(module.output(params, enter(take(population.x, chunk))))
+    return torch.cat(parts)
 
 
 def evaluate(
     module: ClientModule,
     population: Population,
     final_models: ClientModels,
-    engine: Engine,
+    engine: Scorer,
     baseline: Mapping[str, float | None] | None = None,
 ) -> Evaluation:
     """Score each client's model on the common test set and on the client's held-out records.
@@ -34,15 +66,16 @@ def evaluate(
     Without a common test set, `test` is the mean over clients of their scores on held-out records. `baseline` is that
     of an earlier evaluation on the same records, if there was one.
     """
+    count, held_out_of = len(final_models.model_of), population.held_out_of
     groups: dict[int, list[int]] = {}  # clients that share a model
     for client, row in enumerate(final_models.model_of):
         groups.setdefault(client if module.personal else row, []).append(client)
-    clients, tests = [_NOTHING] * population.num_clients, [_NOTHING] * population.num_clients
+    clients, tests = [_NOTHING] * count, [_NOTHING] * count
     for group in groups.values():
         model = engine.personalised(final_models.models[final_models.model_of[group[0]]], group[0])
-        scored = [client for client in group if population.num_held_out[client]]
-        held_out = [population.held_out_of[client] for client in scored]
-        test = population.test if population.test is not None else population.held_out_of[group[0]][:0]
+        scored = [client for client in group if client < len(held_out_of) and len(held_out_of[client])]
+        held_out = [held_out_of[client] for client in scored]
+        test = population.y.new_zeros(0, dtype=torch.long) if population.test is None else population.test
         on_test, *on_held_out = _scores(
             module, model, population, [test, *held_out], engine, population.test is not None
         )
@@ -54,16 +87,30 @@ def evaluate(
     return Evaluation(_mean(clients if population.test is None else tests), tuple(clients), constant)
 
 
-def evaluate_own(
-    module: ClientModule, population: Population, model: Tensor, client: int, engine: Engine
-) -> Evaluation:
+class TestScorer:
+    """Computes what an evaluation on a test set needs where no client is: the outputs of models, in one thread."""
+
+    workers = 1
+
+    def __init__(self, module: ClientModule, population: Population) -> None:
+        self._module, self._population = module, population
+
+    def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
+        return outputs_of(self._module, model, self._population, rows)
+
+    def personalised(self, model: Tensor, client: int) -> Tensor:
+        return model
+
+
+def evaluate_own(module: ClientModule, held: HeldClients, model: Tensor, client: int, engine: Scorer) -> Evaluation:
     """Score `model` `[P]`, with the client's personal parameters, on its held-out records, as `test`.
 
     It has the tables of a test set, and all metrics of the task.
 
     **Privacy** The scores and tables are private: they stay with the client.
     """
-    rows = population.held_out_of[client]
+    population = held.population
+    rows = population.held_out_of[held.places[client]]
     own = dataclasses.replace(population, test=rows)
     names = () if module.task is None else metrics_of(module.task)
     (score,) = _scores(module, engine.personalised(model, client), own, [rows], engine, True, names)
@@ -122,7 +169,7 @@ def _scores(
     model: Tensor,
     population: Population,
     sets: Sequence[Tensor],
-    engine: Engine,
+    engine: Scorer,
     tables_of_first: bool,
     every: Sequence[str] = (),
 ) -> list[Score]:
@@ -168,7 +215,7 @@ def _inside(places: Tensor, first: int, count: int) -> Tensor:
     return places[(places >= first) & (places < first + count)] - first
 
 
-def _batches(rows: Tensor, population: Population, engine: Engine) -> Iterator[tuple[int, Tensor]]:
+def _batches(rows: Tensor, population: Population, engine: Scorer) -> Iterator[tuple[int, Tensor]]:
     """Yield parts of `rows` with the place of their first; outputs for the classes of a part are few enough."""
     numbers = population.y[0].numel() * (population.num_classes if population.y.dim() > 1 else 1)
     records, chunk = max(1, MOST_NUMBERS // max(1, numbers)), forward_chunk(rows.device) * (engine.workers or 1)

@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from operator import itemgetter
 from pathlib import Path
 
-from torch import Tensor
-
 from dpfl_lightning.config.reading import read_key
 from dpfl_lightning.errors import NEW_RUN, UserError
-from dpfl_lightning.federated.client.engines.engine import COUNTED
+from dpfl_lightning.federated.client.client import COUNTED, HeldClients
 from dpfl_lightning.privacy.ledger.file import Header, read_header
 from dpfl_lightning.runtime.files import write_json, write_text
 
@@ -74,10 +72,10 @@ class ClientFolder:
         """Remove the key of the digests of records, which nobody needs to compare any more."""
         self.key_file.unlink(missing_ok=True)
 
-    def save_notes(self, counts: Tensor) -> None:
-        """Write `private.json` from all clients' counts of gradients `[N, 3]`."""
-        columns = ("client", *COUNTED)
-        clients = [dict(zip(columns, (client, *row), strict=True)) for client, row in enumerate(counts.tolist())]
+    def save_notes(self, held: HeldClients) -> None:
+        """Write `private.json` from the clients' counts of gradients."""
+        columns, counted = ("client", *COUNTED), zip(held.numbers, held.counts.tolist(), strict=True)
+        clients = [dict(zip(columns, (client, *row), strict=True)) for client, row in counted]
         write_json(self.path / "private.json", {"about": _ABOUT_NOTES, "clients": clients}, private=True)
 
     def keep_errors(self, round: int, failed: Mapping[int, Exception]) -> None:

@@ -1,14 +1,15 @@
 """The data holders of a run in this process, and the account of what all runs on their records cost together."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from dpfl_lightning.config.options import PrivacyOptions
-from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require
+from dpfl_lightning.federated.client.client import HeldClients
+from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import Release
@@ -20,36 +21,50 @@ from dpfl_lightning.privacy.ledger.account_file import RunRecord, users_file
 
 
 class DataHolders:
-    """Those whose records a population holds. What a plan costs them does not depend on a model.
+    """Those whose records are in this process, and their account. What a plan costs them does not depend on a model.
 
-    `privacy` holds the key of a simulation, if it is one; None is a run without privacy.
+    Args:
+        held: their records.
+        names: of all clients of the plan; empty if they have only numbers.
+        privacy: holds the key of a simulation, if it is one; None is a run without privacy.
     """
 
-    def __init__(self, population: Population, privacy: PrivacyOptions | None) -> None:
-        self.population, self.privacy = population, privacy
+    def __init__(self, held: HeldClients, names: Sequence[str], privacy: PrivacyOptions | None) -> None:
+        self.held, self.names, self.privacy = held, names, privacy
         self.simulated = privacy is not None and privacy.noise_key is not None
-        self.sampling: str = "poisson" if privacy is None else privacy.sampling
-        self._everyone = range(population.num_clients)
 
     def outlook(self, plan: RunPlan) -> str:
         """What a run would cost together with those in the account, in words; empty without an account."""
-        account = self._account()
+        account = self.account()
         if account is None or not account.path.is_file():
             return ""
-        return self._said_of(account, account.projected_cost(self._entry(plan, account, "planned", Path("none"))))
+        return self.said_of(account, account.projected_cost(self._entry(plan, account, "planned", Path("none"))))
 
-    def _account(self) -> PrivacyAccount | None:
+    def account(self) -> PrivacyAccount | None:
         """The account of the data holders; None for public data and without protection."""
         chosen = None if self.privacy is None or self.simulated else self.privacy.account
-        public = chosen == AUTO and bool(self.population.origin)
-        if chosen is None or public or not any(map(self._has_records, self._everyone)):
+        public = chosen == AUTO and bool(self.held.population.origin)
+        if chosen is None or public or not self._with_records():
             return None
         return PrivacyAccount(users_file() if chosen == AUTO else Path(chosen).expanduser())
 
-    def require_charged(self, plan: RunPlan) -> None:
+    def enter(self, plan: RunPlan, run: str, folder: ClientFolder, ended: bool) -> PrivacyAccount | None:
+        """Enter a run into the account, and return it; None without one.
+
+        Raises UserError, before anything is written, if the run has to be charged, or its account lies in its folder.
+        """
+        self._require_charged(plan)
+        if (account := self.account()) is None:
+            return None
+        inside = folder.path.resolve() in account.path.resolve().parents
+        require(not inside, "privacy.account", "be outside of the run's folder", str(account.path))
+        account.enter(self._entry(plan, account, run, folder.ledger_file), ended)
+        return account
+
+    def _require_charged(self, plan: RunPlan) -> None:
         """Raise UserError for a run that no account counts on records whose holder has a limit."""
         account = PrivacyAccount(users_file())
-        if self._account() is not None or self.population.origin or not account.path.is_file():
+        if self.account() is not None or self.held.population.origin or not account.path.is_file():
             return
         if not account.has_limits():  # nothing needs to be recognised
             return
@@ -64,47 +79,51 @@ class DataHolders:
             require(not limited, "privacy.account", f"be set, {limit}", None, advice)
 
     def _entry(self, plan: RunPlan, account: PrivacyAccount, run: str, ledger: Path) -> RunRecord:
-        own = [client for client in self._everyone if self._has_records(client)]
-        filters = self.filters(plan)
-        schedules, names = [plan.schedule.clients[client] for client in own], self.population.names
+        own, filters, population = self._with_records(), bounding_events(plan, self.privacy), self.held.population
+        schedules = [plan.schedule.clients[client] for client in own]
         return RunRecord(
             run=run,
             ledger=str(ledger.absolute()),
             adjacency="add_remove" if self.privacy is None else self.privacy.relation,
-            sampling=self.sampling,
+            sampling="poisson" if self.privacy is None else self.privacy.sampling,
             accountant=plan.accountant,
-            holders={client: names[client] if names else NAMELESS for client in own},
+            holders={client: self.names[client] if self.names else NAMELESS for client in own},
             delta=tuple(schedule.delta for schedule in schedules),
             planned=tuple(once_each(_releases, schedules)),
-            evidence=self.population.evidence(account.key),
-            rows=tuple(map(self._most_rows, own)),
+            evidence=population.evidence(account.key),
+            rows=tuple(map(self._most_rows, own.values())),
             filters=tuple(filters[client] for client in own),
             whole=ENDS_BY_RESULTS in plan.caveats,
         )
 
-    def _has_records(self, client: int) -> bool:
-        return bool(len(self.population.train_of[client]) or len(self.population.held_out_of[client]))
+    def _with_records(self) -> dict[int, int]:
+        """Number -> place of the clients with records."""
+        data = self.held.population
+        places = ((number, self.held.places[number]) for number in self.held.numbers)
+        return {number: place for number, place in places if len(data.train_of[place]) or len(data.held_out_of[place])}
 
-    def filters(self, plan: RunPlan) -> list[Release | None]:
-        """What bounds all releases of each client, if results decide its noise, else None; see `whole_budgets`."""
-        if not plan.changes_mechanisms:
-            return [None] * len(plan.schedule.clients)
-        relation = "add_remove" if self.privacy is None else self.privacy.relation
-        return whole_budgets(plan.schedule.clients, get_accountant(plan.accountant, relation))
-
-    def _most_rows(self, client: int) -> int | None:
+    def _most_rows(self, place: int) -> int | None:
         """The most rows of a person: as the records show, or else as the operator says. It stays in the account."""
-        data, stated = self.population, None if self.privacy is None else self.privacy.rows_per_person
+        data, stated = self.held.population, None if self.privacy is None else self.privacy.rows_per_person
         if data.persons is None or data.rows_per_person is not None:
             return stated
-        rows = torch.cat([data.train_of[client], data.held_out_of[client]])
+        rows = torch.cat([data.train_of[place], data.held_out_of[place]])
         return int(data.persons[rows].unique(return_counts=True)[1].max())
 
-    def _said_of(self, account: PrivacyAccount, together: Mapping[int, CumulativeGuarantee]) -> str:
+    def said_of(self, account: PrivacyAccount, together: Mapping[int, CumulativeGuarantee]) -> str:
         client, worst = max(together.items(), key=lambda one: one[1].urgency)
         most = "the largest" if worst.used is None else "the nearest to its limit"
-        who = f", {self.population.name_of(client)}, {most}" if len(together) > 1 else ""
+        name = self.names[client] if self.names else str(client)
+        who = f", {name}, {most}" if len(together) > 1 else ""
         return f"Account {account.path}{who}: {worst.words()}"
+
+
+def bounding_events(plan: RunPlan, privacy: PrivacyOptions | None) -> list[Release | None]:
+    """What bounds all releases of each client, if results decide its noise, else None; see `whole_budgets`."""
+    if not plan.changes_mechanisms:
+        return [None] * len(plan.schedule.clients)
+    relation = "add_remove" if privacy is None else privacy.relation
+    return whole_budgets(plan.schedule.clients, get_accountant(plan.accountant, relation))
 
 
 def _releases(schedule: ClientSchedule) -> tuple[tuple[Release, int], ...]:

@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 import dpfl_lightning
 from dpfl_lightning.config.options import FREE, PrivacyOptions
 from dpfl_lightning.config.public import published_data
-from dpfl_lightning.data import Population
 from dpfl_lightning.data.lazy import LazyInputs
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import RunPlan
@@ -83,11 +83,14 @@ def identity(
     plan: RunPlan,
     privacy: PrivacyOptions | None,
     module: ClientModule,
-    population: Population,
+    names: Sequence[str],
+    records: Sequence[str],
     data_key: bytes,
     filters: Sequence[Release | None],
 ) -> dict[str, Any]:
-    """Everything that decides the releases of a run, ready for JSON; `filters` bound those of each client.
+    """Everything that decides the releases of a run, ready for JSON.
+
+    `names` are those of all clients, `records` are `data_digests`, and `filters` bound the releases of each client.
 
     **Privacy** A plain digest of the records would confirm a guess of them. The digests mean nothing without
     `data_key`, which stays with the client.
@@ -100,10 +103,10 @@ def identity(
         "strategy": plan.strategies,
         "changes_mechanisms": plan.changes_mechanisms,
         "module": module_digest(module),
-        "names": list(population.names),
+        "names": list(names),
         **({"planned": _by_place(plan.schedule.clients, _events)} if ENDS_BY_RESULTS in plan.caveats else {}),
         **({"filter": _by_place(filters, lambda one: one and one.as_dict())} if plan.changes_mechanisms else {}),
-        "records": [digest.hex() for digest in data_digests(population, data_key)],
+        "records": list(records),
     }
 
 
@@ -127,7 +130,7 @@ def _events(client: ClientSchedule) -> list[dict[str, Any]]:
     return [event.as_dict() for event in client.events()]
 
 
-def equal_ranks(engine: Engine, population: Population, module: ClientModule) -> dict[str, str]:
+def equal_ranks(engine: Engine, module: ClientModule) -> dict[str, str]:
     """Values that must be equal on all ranks, by name.
 
     **Privacy** Private: contains a plain digest of all records.
@@ -142,15 +145,16 @@ def equal_ranks(engine: Engine, population: Population, module: ClientModule) ->
     return {
         "code": code.hexdigest(),
         "model": module_digest(module),
-        "data": hex_digest(b"".join(data_digests(population, b""))),
+        "data": hex_digest(b"".join(data_digests(engine.clients, b""))),
         "engine": f"{engine.name} ({engine.description})",
         "device": f"{device.type} {kind}",
     }
 
 
-def data_digests(population: Population, key: bytes) -> Iterator[bytes]:
+def data_digests(clients: HeldClients, key: bytes) -> Iterator[bytes]:
     """A keyed digest of each client's training records, 8 bytes, in the client's order."""
-    for client, rows in enumerate(population.train_of):
+    population = clients.population
+    for client, rows in zip(clients.numbers, population.train_of, strict=True):
         digest = hashlib.blake2b(f"client {client};".encode(), key=key, digest_size=8)
         x = population.x
         persons = [] if population.persons is None else [population.persons[rows]]

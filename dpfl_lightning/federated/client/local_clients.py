@@ -13,29 +13,25 @@ from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.client.answers import check_answerable
-from dpfl_lightning.federated.client.budgets import Budgets, check_budgets
 from dpfl_lightning.federated.client.checks import check_fits, naming_layers
+from dpfl_lightning.federated.client.client import Client, HeldClients
 from dpfl_lightning.federated.client.draws import fixed_rng
 from dpfl_lightning.federated.client.dummy_data import seconds_per_record
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.evaluation import evaluate
-from dpfl_lightning.federated.client.folder import ClientFolder, run_of
-from dpfl_lightning.federated.client.holders import DataHolders
-from dpfl_lightning.federated.client.identity import configuration, identity
+from dpfl_lightning.federated.client.holders import DataHolders, bounding_events
+from dpfl_lightning.federated.client.identity import configuration, data_digests, identity
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.clients import ClientAccount, RunPlan
-from dpfl_lightning.federated.messages.evaluation import SHOWN, ClientModels, Diagnostics, Evaluation
+from dpfl_lightning.federated.client.run_log import RunLog
+from dpfl_lightning.federated.messages.clients import RunPlan
+from dpfl_lightning.federated.messages.evaluation import ClientModels, Diagnostics, Evaluation
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.models import check_net
-from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.accounting.events import noised_steps
-from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS, SIMULATED, Guarantee
-from dpfl_lightning.privacy.ledger.file import Head, Header
-from dpfl_lightning.privacy.ledger.ledger import Ledger, check_resumed
+from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS
 from dpfl_lightning.privacy.noise import Streams
 
 T = TypeVar("T")
@@ -55,34 +51,46 @@ def facts_of(population: Population, **extra: Any) -> Facts:
     return Facts(*shape, truth=truth, names=population.names, **extra)
 
 
-class LocalClients(DataHolders):
-    """All clients of a run in this process; implements `Clients`. UserError if the module does not fit the records.
+class LocalClients(RunLog):
+    """The clients whose records are in this process, by default all of a run; implements `Clients`.
 
-    `privacy` holds the key of a simulation, if it is one; None is a run without privacy.
+    Args:
+        privacy: holds the key of a simulation, if it is one; None is a run without privacy.
+        names: of all clients of the plan (default: those of the population); empty if they have only numbers.
+        numbers, count: those of the population's clients in a plan of `count` clients; None: they are all.
+
+    Raises UserError if the module does not fit the records.
 
     **Privacy** Holds records, noise, budgets and the ledger. Only what the methods return leaves.
     """
 
     def __init__(
-        self, population: Population, module: ClientModule, engine: Engine, privacy: PrivacyOptions | None
+        self,
+        population: Population,
+        module: ClientModule,
+        engine: Engine,
+        privacy: PrivacyOptions | None,
+        names: Sequence[str] | None = None,
+        numbers: Sequence[int] | None = None,
+        count: int | None = None,
     ) -> None:
-        super().__init__(population, privacy)
-        self.module, self.engine = module, engine
         counts_persons = privacy is not None and privacy.unit == "person"
         fits = counts_persons == (population.rows_per_person is not None)
         require(fits, "privacy.unit", "be what the population counts", "person" if counts_persons else "record")
         check_fits(module, population)
-        self._seconds = math.nan
-        self.device = module.device
-        self.unprotected: tuple[str, ...] = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
-        self.most_records = None if privacy is None else privacy.rows_per_person
-        silent = (
-            population.persons is not None and population.rows_per_person is None and self.most_records in (None, 1)
-        )
+        most = None if privacy is None else privacy.rows_per_person
+        silent = population.persons is not None and population.rows_per_person is None and most in (None, 1)
         several = (SEVERAL_RECORDS,) if silent and privacy is not None else ()
-        self.caveats = (*((SIMULATED,) if self.simulated else ()), *several, *population.caveats)
+        super().__init__(privacy, population.names if names is None else names, (*several, *population.caveats))
+        self.module, self.engine, self.device = module, engine, module.device
+        self.held = HeldClients(population, numbers, count)
+        self._seconds = math.nan
         self._baseline: Mapping[str, float | None] | None = None  # known after the first evaluation
         self._accepted: tuple[RoundPlan, list[int]] | None = None
+
+    @property
+    def population(self) -> Population:
+        return self.held.population
 
     @property
     def description(self) -> str:
@@ -95,80 +103,43 @@ class LocalClients(DataHolders):
         return Streams(b"" if self.simulated else None).words(self.device)
 
     @property
+    def holders(self) -> DataHolders:
+        return DataHolders(self.held, self.names, self.privacy)
+
+    @property
     def account_words(self) -> str:
         account = self.budgets.account
-        return "" if account is None else self._said_of(account, account.together(planned=True))
+        return "" if account is None else self.holders.said_of(account, account.together(planned=True))
+
+    def outlook(self, plan: RunPlan) -> str:
+        return self.holders.outlook(plan)
 
     def run(self, work: Callable[[], T]) -> T:
         return work()
 
-    def planned_rounds(self, folder: Path) -> int:
-        header = ClientFolder(folder).header()
-        return 0 if header is None else int(header.identity.get("rounds", 0))
-
-    def seal(self, folder: Path, digest: bytes) -> bytes:
-        return ClientFolder(folder).seal(digest)
-
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
-        check_budgets(plan.schedule, plan.settings, self.population.name_of)
-        self.folder, self._may_change = ClientFolder(folder), plan.changes_mechanisms
+        self.prepare(folder, plan)
         self._streams = self.streams(plan)
         if self.population.rows_per_person is not None:
-            self.population = self.population.chosen(self._streams.simulation or self.folder.data_key(ended))
+            self.held = self.held.chosen(self._streams.simulation or self.folder.data_key(ended))
+        self.held.trainer, self.held.log = self.engine, self
         with naming_layers(self.module.net):
-            self.engine.setup(self.module, self.population, self._streams, self.sampling)
+            self.engine.setup(self.module, self.population, self._streams, self.sampling, self.held)
             with fixed_rng(self.device):
                 self.seconds_per_record(batch_size=1)
         try:
-            self._open_ledger(plan, saved, ended)
+            data_key = self.folder.data_key(ended)
+            records = [digest.hex() for digest in data_digests(self.held, data_key)]
+            filters = bounding_events(plan, self.privacy)
+            sealed = identity(plan, self.privacy, self.module, self.names, records, data_key, filters)
+            known = self.open(plan, sealed, data_key, saved, ended, self.holders)
         except BaseException:
             if not self.folder.ledger_file.is_file():
                 self.folder.forget_data_key()
             raise
-
-    def _open_ledger(self, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
-        earlier, data_key = self.folder.header(), self.folder.data_key(ended)  # nothing is written before
-        filters = self.filters(plan)
-        sealed = identity(plan, self.privacy, self.module, self.population, data_key, filters)
-        if ended and earlier is not None:  # it releases nothing more, and the key of the digests is gone
-            sealed |= {name: earlier.identity[name] for name in ("records", "tables") if name in earlier.identity}
-        accountant = get_accountant(plan.accountant, "add_remove" if self.privacy is None else self.privacy.relation)
-        header = Header(
-            accountant=accountant.name,
-            adjacency=accountant.adjacency,
-            sampling=self.sampling,
-            delta=tuple(client.delta for client in plan.schedule.clients),
-            epsilon=tuple(client.epsilon for client in plan.settings),
-            caveats=plan.caveats,
-            identity=sealed,
-            run=run_of(data_key),
-        )
-        checkpoint = None if saved is None else Head(**saved["ledger"])
-        if earlier is not None:  # before the account hears of it: what is refused must not change who has paid
-            check_resumed(self.folder.ledger_file, earlier, header)
-        self.require_charged(plan)
-        if (account := self._account()) is not None:
-            inside = self.folder.path.resolve() in account.path.resolve().parents
-            require(not inside, "privacy.account", "be outside of the run's folder", str(account.path))
-            account.enter(self._entry(plan, account, (earlier or header).run, self.folder.ledger_file), ended)
-        self.ledger = Ledger(self.folder.ledger_file, header, checkpoint, account)
-        simulated = self.simulated or self.privacy is None
-        terms = (
-            accountant,
-            self.sampling,
-            simulated,
-            plan.caveats,
-            self.unprotected,
-            self.population.name_of,
-            self.most_records,
-            account,
-            filters,
-        )
-        self.budgets = Budgets(plan.schedule, self.ledger, *terms)
-        self._counts_before = self.engine.counts.clone()
-        if earlier is not None and saved is None and any(map(self.ledger.events, self._everyone)):
-            missing = f"{self.folder.path / 'checkpoint.pt'} is missing, so the run starts again"
-            warn_user(f"{missing}; the budget that it has spent remains spent")
+        self._counts_before = self.held.counts.clone()
+        if known and saved is None:
+            self.warn_of_a_second_start()
 
     def streams(self, plan: RunPlan) -> Streams:
         """Fresh noise for every release; in a simulation, and in a run without noise, it follows from the key."""
@@ -183,19 +154,16 @@ class LocalClients(DataHolders):
         self.budgets.change(schedule)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.engine.state_dict(), "ledger": self.ledger_head()}
+        return {**self.held.state_dict(), "ledger": self.ledger_head()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.engine.load_state_dict(state)
-        self._counts_before = self.engine.counts.clone()
+        self.held.load_state_dict(state)
+        self._counts_before = self.held.counts.clone()
 
     def end(self, finished: bool) -> None:
-        self.folder.save_notes(self.engine.counts)
+        self.folder.save_notes(self.held)
         if finished:  # nobody needs to compare records any more
             self.folder.forget_data_key()
-
-    def close(self) -> None:
-        self.ledger.close()
 
     def accept(self, plan: RoundPlan) -> RoundPlan:
         check_net(self.module.net)  # a callback may have changed the mode of a BatchNorm
@@ -203,14 +171,14 @@ class LocalClients(DataHolders):
         advice = "Rows of a person may have several classes."
         require(not by_class, "privacy.unit", "be record with gradients of classes", "person", advice)
         plan, numbers = self.budgets.charge_round(plan)
-        self._accepted, self._counts_before = (plan, numbers), self.engine.counts.clone()
+        self._accepted, self._counts_before = (plan, numbers), self.held.counts.clone()
         return plan
 
     def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
         accepted, self._accepted = self._accepted, None
         if accepted is None or accepted[0] is not plan:
             raise RuntimeError("clients train by the last plan that they have accepted, and only once")
-        with self._secret_draws("training", plan.round):
+        with self.secret_draws("training", plan.round):
             updates = self.engine.train(plan, models, accepted[1], raw_weights)
         self._tell_failures(plan.round, plan.clients)
         return updates
@@ -219,10 +187,14 @@ class LocalClients(DataHolders):
         check_answerable(query, of_persons=self.population.rows_per_person is not None)
         check_net(self.module.net)
         clients, numbers = self.budgets.charge_query(query, round)
-        with self._secret_draws(query.purpose, round):
+        with self.secret_draws(query.purpose, round):
             answers = self.engine.ask(query.only(clients), round, numbers)
         self._tell_failures(round, clients)
         return answers
+
+    def client(self, number: int) -> Client:
+        """One of the clients, which charges and answers what it is asked."""
+        return self.held[number]
 
     def _tell_failures(self, round: int, clients: Sequence[int]) -> None:
         """Warn of the clients that failed, whose errors are kept in the folder; raise the error if all of them did.
@@ -237,12 +209,12 @@ class LocalClients(DataHolders):
             error.add_note(f"Every client of round {round} failed.")
             raise error
         self.folder.keep_errors(round, failed)
-        who = ", ".join(f"{self.population.name_of(one)} ({type(failed[one]).__name__})" for one in sorted(failed))
+        who = ", ".join(f"{self.name_of(one)} ({type(failed[one]).__name__})" for one in sorted(failed))
         words = f"round {round}: clients failed, and are left out of it: {who}; they have paid"
         warn_user(f"{words}. Tracebacks are in {self.folder.errors_file}")
         failed.clear()  # tracebacks hold tensors
 
-    def _secret_draws(self, purpose: str, round: int) -> AbstractContextManager[None]:
+    def secret_draws(self, purpose: str, round: int) -> AbstractContextManager[None]:
         """Seed what models draw, such as dropout, as secretly as noise.
 
         If the draws of each record were known, one record more or less would move those of all others, and a sum by
@@ -251,30 +223,12 @@ class LocalClients(DataHolders):
         seed = self._streams.generator(f"draws of nets, {purpose}", round, client=0).words(1)[0]
         return fixed_rng(self.device, int(seed))
 
-    def can_pay(self) -> bool:
-        return self.budgets.can_pay()
-
-    def was_charged(self, round: int) -> bool:
-        return any(self.ledger.charges(client, round) for client in self._everyone)
-
-    def used(self, client: int, purpose: str) -> int:
-        return self.ledger.used(client, purpose)
-
-    def account(self, client: int) -> ClientAccount:
-        events = self.ledger.events(client)
-        return ClientAccount(len(events), noised_steps(events))
-
-    def spent(self) -> tuple[float, ...]:
-        return self.budgets.spent()
-
-    def guarantees(self) -> tuple[Guarantee, ...]:
-        return self.budgets.guarantees()
-
     def diagnostics(self) -> Diagnostics | None:
-        return Diagnostics.of(self.engine.counts - self._counts_before) if self.unprotected else None
+        return Diagnostics.of(self.held.counts - self._counts_before) if self.unprotected else None
 
-    def ledger_head(self) -> dict[str, Any]:
-        return self.ledger.head.as_dict()
+    def personalised(self, model: Tensor, client: int) -> Tensor:
+        """`model` `[P]` with the client's personal parameters."""
+        return self.engine.personalised(model, client)
 
     def evaluate(self, final_models: ClientModels) -> Evaluation:
         scores = evaluate(self.module, self.population, final_models, self.engine, self._baseline)

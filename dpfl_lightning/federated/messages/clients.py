@@ -65,13 +65,15 @@ class Clients(Protocol):
 
     Every release is planned (`begin`), charged (`accept`, or within `ask`), computed and noised, in this order.
     `simulated` means that noise follows from a given key, so that the run protects nobody; `unprotected` is what every
-    client shows without noise, in words; `caveats` are sentences that every guarantee of these clients must contain.
+    client shows without noise, in words; `caveats` are sentences that every guarantee of these clients must contain;
+    `most_records` is the number of rows of a person that they protect, if it is limited.
     """
 
     simulated: bool
     sampling: str
     unprotected: tuple[str, ...]
     caveats: tuple[str, ...]
+    most_records: int | None
     device: torch.device
 
     @property
@@ -118,6 +120,12 @@ class Clients(Protocol):
 
     def evaluate(self, final_models: ClientModels) -> Evaluation:
         """Scores of models on the test set and on each client's held-out records. Not covered by the guarantee."""
+
+    def personalised(self, model: Tensor, client: int) -> Tensor:
+        """`model` `[P]` with the client's personal parameters, if they are in this process."""
+
+    def outlook(self, plan: RunPlan) -> str:
+        """What a run would cost together with others on the same records, in words; empty without an account."""
 
     def keep_scores(self, final_models: ClientModels, round: int) -> None:
         """Let each client score its final model on its held-out records. The scores stay where its records are."""

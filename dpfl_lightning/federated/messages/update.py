@@ -13,7 +13,7 @@ import torch
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, Job, RoundPlan
 from dpfl_lightning.privacy.mechanism import Mechanism
 
 _BLOCK = 1 << 16  # numbers that are added at once on a CPU, so that intermediate results stay in the cache
@@ -148,6 +148,13 @@ class ClientUpdates:
         return self.deltas
 
 
+def is_sound(delta: Tensor, job: Job) -> Tensor:
+    """Whether all numbers of an update are finite, and none is beyond `LARGEST`, a truth value on its device."""
+    size = torch.linalg.vector_norm(delta, math.inf)  # NaN if any number is
+    limit = math.inf if isinstance(job, ClassGradients) else LARGEST  # sums grow with the records
+    return (size <= limit) & size.isfinite()
+
+
 class UpdateBuffer:
     """Collects the updates of a round, or adds them up if `weights` `[K, C]` are known before training.
 
@@ -156,7 +163,6 @@ class UpdateBuffer:
 
     def __init__(self, plan: RoundPlan, weights: Tensor | None = None) -> None:
         self.plan = plan
-        self._limit = math.inf if isinstance(plan.job, ClassGradients) else LARGEST  # sums grow with the records
         self.total = None if weights is None else WeightedSum(weights)
         self.deltas: Tensor | None = None
         self._lost: list[int] = []  # rows
@@ -164,8 +170,7 @@ class UpdateBuffer:
         self._sound: dict[int, Tensor] = {}
 
     def take(self, row: int, delta: Tensor) -> None:
-        size = torch.linalg.vector_norm(delta, math.inf)  # NaN if any number is
-        self._sound[row] = sound = (size <= self._limit) & size.isfinite()
+        self._sound[row] = sound = is_sound(delta, self.plan.job)
         if delta.device.type not in _READ_AT_ONCE:
             delta = torch.where(sound, delta, 0.0)  # adds nothing
         elif not sound:  # 0 x NaN is NaN, so a zero weight would not be enough

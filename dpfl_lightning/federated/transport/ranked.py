@@ -10,6 +10,7 @@ from torch import Tensor
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require
+from dpfl_lightning.federated.client.client import Client, HeldClients
 from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.identity import equal_ranks
@@ -17,6 +18,7 @@ from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
+from dpfl_lightning.federated.messages.requests import Ask, Train
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.federated.transport.ranks import LostRank, Ranks
 from dpfl_lightning.models.model import forward_chunk
@@ -64,13 +66,21 @@ class RankedEngine:
         self.failed: dict[int, Exception] = {}
 
     @property
-    def counts(self) -> Tensor:
-        return self.inner.counts
+    def clients(self) -> HeldClients:
+        return self.inner.clients
 
     # -- rank 0
 
-    def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
+    def setup(
+        self,
+        module: ClientModule,
+        population: Population,
+        streams: Streams,
+        sampling: str,
+        clients: HeldClients | None = None,
+    ) -> None:
         self.take(module, population)
+        self._held = clients
         work = (streams, sampling, module.net.state_dict(), torch.get_num_threads(), population.units)
         everyone = [(rank,) for rank in range(self.ranks.size)]
         (workers, identity), *others = self._on_all("_set_up", everyone, *work)
@@ -84,7 +94,7 @@ class RankedEngine:
     def train(
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
     ) -> ClientUpdates:
-        state = self.inner.state_dict()
+        state = self.clients.state_dict()
         groups = one_batch.groups(plan, self.module)  # splitting a group would change bits
         costs = [records + STEP * steps for records, steps in zip(plan.expected_records, plan.steps, strict=True)]
         shares = [
@@ -99,7 +109,7 @@ class RankedEngine:
             self.failed |= failed
             state["personal"].update(theirs["personal"])
             state["counts"] += theirs["counts"]
-        self.inner.load_state_dict(state)
+        self.clients.load_state_dict(state)
         return received.updates()
 
     def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
@@ -123,11 +133,8 @@ class RankedEngine:
     def personalised(self, model: Tensor, client: int) -> Tensor:
         return self.inner.personalised(model, client)
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state)
+    def carry_out(self, client: Client, request: Train | Ask, charge_number: int) -> Any:
+        return self.inner.carry_out(client, request, charge_number)
 
     def _on_all(self, method: str, shares: Sequence[Any], *arguments: Any) -> list[Any]:
         """Call a method with its share of the work on every rank that has one, and return what they answer."""
@@ -149,7 +156,7 @@ class RankedEngine:
             self.ranks.gather(self._answer(method, *content))
 
     def take(self, module: ClientModule, population: Population) -> None:
-        self.module, self.population = module, population
+        self.module, self.population, self._held = module, population, None
         if self.inner.workers is None and module.device.type == "cpu":
             self.inner.workers = self.ranks.cores
 
@@ -174,9 +181,9 @@ class RankedEngine:
         if units is not None:  # chosen by the key of rank 0
             units = [rows.to(self.module.device) for rows in units]
             self.population = dataclasses.replace(self.population, units=units)
-        self.inner.setup(self.module, self.population, streams, sampling)
+        self.inner.setup(self.module, self.population, streams, sampling, self._held)
         torch.set_num_threads(threads)  # the number of threads within an operator affects bits
-        return self.inner.workers, equal_ranks(self.inner, self.population, self.module)
+        return self.inner.workers, equal_ranks(self.inner, self.module)
 
     def _train(
         self,
@@ -196,10 +203,11 @@ class RankedEngine:
             added_to = raw_weights[:, rows].any(dim=1).nonzero().flatten().tolist()
             weights = raw_weights[added_to][:, rows]
         ours = {client: value for client, value in personal.items() if client in clients}
-        self.inner.load_state_dict({"personal": ours, "counts": torch.zeros_like(self.inner.counts)})
+        held = self.clients
+        held.load_state_dict({"personal": ours, "counts": torch.zeros_like(held.counts)})
         numbers = [charge_numbers[row] for row in rows]
         updates = self.inner.train(plan.only(clients.__contains__), models, numbers, weights)
-        return updates, added_to, self.inner.state_dict(), self._errors()
+        return updates, added_to, held.state_dict(), self._errors()
 
     def _ask(
         self, rows: Sequence[int], query: ChargedQuery, round: int, charge_numbers: Sequence[int]

@@ -15,6 +15,7 @@ from dpfl_lightning.config.names import check_names
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require, shortened, warn_user
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.holders import DataHolders
 from dpfl_lightning.federated.client.identity import module_digest
 from dpfl_lightning.federated.client.local_clients import LocalClients
@@ -26,7 +27,7 @@ from dpfl_lightning.privacy.ledger.verify import read
 from dpfl_lightning.runtime.text import at_most
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Site, Terms, client_names, most_numbers
-from dpfl_lightning.sites.node.records import seated, site_population
+from dpfl_lightning.sites.node.records import only, site_population
 from dpfl_lightning.sites.node.state import Reservation, Settings, StateFolder
 from dpfl_lightning.sites.node.study import Study
 from dpfl_lightning.sites.receipt import new_key, public_key
@@ -47,7 +48,7 @@ class Offer(NamedTuple):
 
     Args:
         client: the number of the site's client.
-        population: the clients of the plan, of whom only this one has records here.
+        population: the records of this client alone.
         options: the model, with the arguments that the site has fixed, and how releases are made.
         facts: what decides the shape of the model.
         reserves: what it would reserve; the size of its requests is known once the model is built.
@@ -62,7 +63,8 @@ class Offer(NamedTuple):
 
     def outlook(self) -> str:
         """Return what the run would cost together with those in the account of this machine, in words."""
-        return DataHolders(self.population, self.options.privacy).outlook(self.terms.plan)
+        held = HeldClients(self.population, (self.client,), len(self.terms.sites))
+        return DataHolders(held, client_names(self.terms.sites), self.options.privacy).outlook(self.terms.plan)
 
     def clients(self) -> LocalClients:
         """Build the model of the plan, and return the clients that train it.
@@ -72,7 +74,9 @@ class Offer(NamedTuple):
         """
         plan = self.terms.plan
         module = build_module(self.options, self.facts)
-        clients = LocalClients(self.population, module, build_engine("fast"), self.options.privacy)
+        names, count = client_names(self.terms.sites), len(self.terms.sites)
+        seat = names, (self.client,), count
+        clients = LocalClients(self.population, module, build_engine("fast"), self.options.privacy, *seat)
         counts = any(line.event.counts_held_out for line in plan.schedule.clients[self.client].planned)
         task, must = module.task, f"count held-out records of a task {' or '.join(ScoreCounts.tasks)}"
         known = task is not None and task.name in ScoreCounts.tasks
@@ -109,8 +113,14 @@ def offer_of(terms: Terms, state: StateFolder) -> Offer:
     sizes, names = tuple(one.num_records for one in terms.plan.settings), client_names(terms.sites)
     shape = record_shape(site.inputs)
     facts = Facts(sizes, site.num_classes, shape, names=names, features=site.features, empty_x=site.inputs)
-    seats = seated(population, own, client, names, len(sizes)).checked()
-    return Offer(terms, client, seats, options, facts, Reservation(cost.epsilon, cost.delta, client, most_numbers=0))
+    return Offer(
+        terms,
+        client,
+        only(population, own).checked(),
+        options,
+        facts,
+        Reservation(cost.epsilon, cost.delta, client, most_numbers=0),
+    )
 
 
 def open_study(state: StateFolder, plan: str, score_every: int = 0) -> Study:

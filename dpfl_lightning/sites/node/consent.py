@@ -66,8 +66,9 @@ class Counts(NamedTuple):
     together: str
 
     @classmethod
-    def of(cls, population: Population, client: int) -> Counts:
-        train, held_out = population.train_of[client], population.held_out_of[client]
+    def of(cls, population: Population) -> Counts:
+        """Return those of the only client of a population."""
+        (train,), (held_out,) = population.train_of, population.held_out_of
 
         def words(*parts: Tensor) -> str:
             rows = counted(sum(map(len, parts)), "row")
@@ -83,7 +84,7 @@ def write_report(folder: Path, population: Population) -> None:
     """Write the page of the accepted plan in `folder`, with what was sent; `population` has the site's records only."""
     state, terms = StateFolder(folder.parents[1]), read_terms(folder / "plan.json")
     settings = state.settings()
-    counts = Counts.of(population, client_of(terms, settings.name))
+    counts = Counts.of(population)
     page = site_page(site_plan(state, terms, (settings.epsilon_limit, settings.delta_limit), counts))
     write_text(folder / REPORT, page, private=True)
 

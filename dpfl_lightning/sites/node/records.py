@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils._pytree import tree_map
 
 from dpfl_lightning.build import build_population
@@ -72,10 +71,8 @@ def site_population(settings: Settings) -> tuple[Population, int]:
     return population, names.index(settings.client)
 
 
-def seated(population: Population, client: int, place: int, names: Sequence[str], num_clients: int) -> Population:
-    """Return the records of one client as those of client `place` of N, of whom no other has records here."""
-    none = population.y.new_zeros(0, dtype=torch.long)
-    train_of, held_out_of = [none] * num_clients, [none] * num_clients
-    train_of[place], held_out_of[place] = population.train_of[client], population.held_out_of[client]
-    parts: dict[str, Any] = {"train_of": train_of, "held_out_of": held_out_of, "names": tuple(names)}
+def only(population: Population, client: int) -> Population:
+    """Return the records of one client alone, without its name: the plan knows it by another."""
+    train, held_out = [population.train_of[client]], [population.held_out_of[client]]
+    parts: dict[str, Any] = {"train_of": train, "held_out_of": held_out, "names": ()}
     return dataclasses.replace(population, **parts, test=None, public=None, groups=None)

@@ -25,7 +25,7 @@ def reviewed(state: StateFolder, terms: Terms, limits: tuple[float, float], cont
     counts, outlook = None, ""
     try:
         offer = offer_of(terms, state)
-        counts = Counts.of(offer.population, offer.client)
+        counts = Counts.of(offer.population)
         if wire.digest(terms) in state.plans():
             verdict = "This site has accepted the plan, and it fits the records."
         else:

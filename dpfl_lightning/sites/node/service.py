@@ -15,9 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.messages.requests import Evaluate
 from dpfl_lightning.privacy.ledger.file import holds
 from dpfl_lightning.sites import signed, sockets, wire
-from dpfl_lightning.sites.exchange import MOST_HEADER, Hello, Keep, Refused, Reply, Request
+from dpfl_lightning.sites.exchange import MOST_HEADER, Hello, Refused, Reply, ToNode
 from dpfl_lightning.sites.node.state import StateFolder
 from dpfl_lightning.sites.node.study import Study
 from dpfl_lightning.sites.receipt import digest_of
@@ -88,7 +89,7 @@ class Node:
         """
         sent = digest_of(content)
         try:
-            request: Request = wire.decode(Request, content, self.limits)  # type: ignore[arg-type]
+            request = wire.decode(ToNode, content, self.limits)
         except wire.WireError:
             return self.sign(Refused("malformed"), sent)
         with self._one_at_a_time, self.state.locked():
@@ -103,16 +104,17 @@ class Node:
         """Return the signed refusal of a request with this digest."""
         return signed.sign(reply, request, self._key)
 
-    def _reply(self, request: Request) -> Reply:
+    def _reply(self, request: ToNode) -> Reply:
+        asked = request.request
         if (refused := self._refused(request.plan)) is not None:
             return refused
         try:
             study = self._study(request.plan)
             if request.known is not None and not holds(study.clients.ledger.path, request.known):
                 return Refused("older_ledger")
-            if isinstance(request, Hello):
+            if isinstance(asked, Hello):
                 return study.welcome()
-            return study.keep(request) if isinstance(request, Keep) else study.reply(request)
+            return study.evaluate(asked) if isinstance(asked, Evaluate) else study.reply(asked)
         except Exception:
             halted = self._error_log(request.plan)
             try:

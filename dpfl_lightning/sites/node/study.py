@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from dpfl_lightning.errors import UserError, warn_user
 from dpfl_lightning.federated.client.answers import check_answerable
 from dpfl_lightning.federated.client.evaluation import evaluate_own
 from dpfl_lightning.federated.client.local_clients import LocalClients
-from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining
 from dpfl_lightning.federated.messages.query import (
     ChargedQuery,
     FeatureSums,
@@ -27,7 +26,8 @@ from dpfl_lightning.federated.messages.query import (
     SelectModel,
     event_of,
 )
-from dpfl_lightning.federated.messages.update import LARGEST
+from dpfl_lightning.federated.messages.requests import Ask, Evaluate, Train
+from dpfl_lightning.federated.messages.update import LARGEST, is_sound
 from dpfl_lightning.models.augmentation import NUMBERS, OPERATIONS
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
@@ -37,14 +37,11 @@ from dpfl_lightning.runtime.files import write_atomically
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import (
     MOST_MODELS,
-    Ask,
-    Keep,
     Paid,
     Refused,
     Released,
     Reply,
     Terms,
-    Train,
     Welcome,
 )
 from dpfl_lightning.sites.node.scores import KeptScores
@@ -70,10 +67,10 @@ class UnfitModel(NotPlanned):
 
 @dataclass(frozen=True)
 class Kept:
-    """A release on disk, with the personal parameters that the client has since then."""
+    """A release on disk, with the personal parameters `[p]` that the client has since then."""
 
     value: Tensor | int | float
-    personal: Mapping[int, Tensor]
+    personal: Tensor | None
 
 
 wire.register(Kept)
@@ -99,7 +96,7 @@ class Study:
         test_key: str | None,
         score_every: int = 0,
     ) -> None:
-        self.client, self.clients, self._plan = client, clients, terms.plan
+        self.clients, self._plan = clients, terms.plan
         self._num_classes, self._records = terms.sites[client].num_classes, terms.plan.settings[client].num_records
         self._of_persons = clients.population.rows_per_person is not None
         self._score_every = score_every
@@ -114,14 +111,13 @@ class Study:
         head = read_head(folder / "ledger.jsonl")
         saved = None if head is None or head.lines == 0 else {"ledger": head.as_dict()}
         clients.begin(folder, plan, saved, ended=False)
+        self.client = clients.client(client)
         if files := kept_releases(folder):
-            kept = wire.decode(Kept, files[-1].read_bytes())
-            counts = torch.zeros_like(clients.engine.counts)
-            clients.load_state_dict({"personal": kept.personal, "counts": counts})
+            self.client.keep(wire.decode(Kept, files[-1].read_bytes()).personal)
 
     def welcome(self) -> Welcome:
         """Return all that the client has paid for."""
-        paid = tuple(one for round in self.clients.ledger.rounds(self.client) for one in self._paid(round))
+        paid = tuple(one for round in self.clients.ledger.rounds(self.client.number) for one in self._paid(round))
         return Welcome(self.clients.simulated, paid)
 
     def reply(self, request: Train | Ask) -> Reply:
@@ -138,17 +134,16 @@ class Study:
             key = wire.digest(request)
             if known := next(self._releases.glob(f"*-{key}.bin"), None):
                 return self._released(wire.decode(Kept, known.read_bytes()).value, request.round)
-            charged = self._train(request) if isinstance(request, Train) else self._ask(request)
         except NotPlanned as refused:
             return Refused(refused.code)
-        if charged is None:
+        if (charged := self._release(request)) is None:
             return Refused("spent")
         self._keep(request.round, key, charged)
         if isinstance(request, Train) and self._score_every and request.round % self._score_every == 0:
             self._score(request.round - 1, request.model)
         return self._released(charged, request.round)
 
-    def keep(self, request: Keep) -> Reply:
+    def evaluate(self, request: Evaluate) -> Reply:
         """Write down what was sent, and a model's scores on held-out records; return what `welcome` does."""
         try:
             if not 0 <= request.round <= self._last:
@@ -161,15 +156,16 @@ class Study:
 
     def _score(self, round: int, model: Tensor) -> None:
         """Score held-out records, if there are any, and say what was sent; the reply is the same if this fails."""
-        clients, held_out = self.clients, self.clients.population.num_held_out[self.client]
+        clients, number = self.clients, self.client.number
+        held_out = self.client.records.num_held_out
         try:
             from dpfl_lightning.sites.node.consent import write_report, write_scores  # only now: replies need no pages
 
             write_report(self._folder, clients.population)
             if held_out:
-                scores = evaluate_own(clients.module, clients.population, model, self.client, clients.engine)
+                scores = evaluate_own(clients.module, clients.held, model, number, clients.engine)
                 kept = KeptScores(round, held_out, scores.test, scores.baseline)
-                write_scores(self._folder, kept, clients.guarantees()[self.client])
+                write_scores(self._folder, kept, clients.guarantees()[number])
         except Exception as error:
             warn_user(f"scores of held-out records are not computed: {type(error).__name__}")
 
@@ -183,8 +179,12 @@ class Study:
         if gradients are asked for.
         """
         event, job = self._planned(request.purpose), request.job
-        if request.event != event or not isinstance(event, NoisedEvent) or event.counts_held_out:
+        if not isinstance(event, NoisedEvent) or event.counts_held_out:
             raise NotPlanned("event")
+        mechanism = mechanism_of(event, self._plan.settings[self.client.number].clip_norm, self._records)
+        planned = mechanism, event.steps, self._plan.optimizer
+        if (request.mechanism, request.steps, request.optimizer) != planned:
+            raise NotPlanned("mechanism")
         if not (0 < request.learning_rate <= MOST_RATE and 0 <= request.pull <= MOST_RATE):
             raise NotPlanned("learning_rate")
         shape = self.clients.module.flat.shape
@@ -198,8 +198,12 @@ class Study:
             job, rate, anchor = dataclasses.replace(job, parameters=tuple(named) if some else None), 1.0, None
         pull = 0.0 if anchor is None else request.pull
         anchor = anchor if pull else None
+        try:
+            request.sampler()
+        except ValueError:  # a job that the mechanism does not cover
+            raise NotPlanned("job") from None
         free: dict[str, Any] = {"job": job, "learning_rate": rate, "model": model, "anchor": anchor, "pull": pull}
-        return dataclasses.replace(request, event=event, known=None, **free)
+        return dataclasses.replace(request, mechanism=mechanism, **free)
 
     def _model(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Return a model, or several, in the one form of its meaning: no parameter is -0.
@@ -214,32 +218,12 @@ class Study:
             raise UnfitModel("size")
         return value + 0.0
 
-    def _train(self, request: Train) -> Tensor | None:
-        client, settings, event = self.client, self._plan.settings[self.client], self._planned(request.purpose)
-        try:
-            plan = RoundPlan(
-                request.round,
-                (client,),
-                model_of=(0,),
-                mechanism_of=(mechanism_of(event, settings.clip_norm, self._records),),
-                steps=(event.steps,),
-                learning_rate_of=(request.learning_rate,),
-                purpose=request.purpose,
-                job=request.job,
-                anchors=None if request.anchor is None else request.anchor[None],
-                anchor_of=() if request.anchor is None else (0,),
-                pull=request.pull,
-                optimizer=self._plan.optimizer,
-            )
-        except ValueError:  # a job that the mechanism does not cover
-            raise NotPlanned("job") from None
-        accepted = self.clients.accept(plan)
-        if not accepted.clients:
-            return None
-        updates = self.clients.train(accepted, request.model[None], None)
-        if updates.deltas is None or updates.lost:  # noised numbers that are not finite: in a simulation they are lost
-            return torch.full_like(request.model, math.nan)
-        return updates.deltas[0]
+    def _release(self, request: Train | Ask) -> Tensor | int | float | None:
+        """Return what the client releases; an update whose numbers are not finite becomes NaN, None if all is spent."""
+        released = self.client.handle(request)
+        if released is None or isinstance(request, Ask) or is_sound(released, request.job):
+            return released  # in a simulation other updates are lost
+        return torch.full_like(request.model, math.nan)
 
     def _check_class_gradients(self, job: ClassGradients, event: NoisedEvent) -> None:
         module, images = self.clients.module, job.augmentation
@@ -261,7 +245,7 @@ class Study:
 
         Questions of other classes check their values themselves.
         """
-        question, client = request.question, self.client
+        question, client = request.question, self.client.number
         plain = [one for one in question.mechanism_of.values() if isinstance(one, NoMechanism)]
         if question.clients != (client,) or plain:
             raise NotPlanned("mechanism")
@@ -291,25 +275,22 @@ class Study:
             if not 0 <= row < len(question.models):
                 raise NotPlanned("question")
             free = {"models": free["models"][row : row + 1], "row_of": {client: 0}}
-        return dataclasses.replace(request, question=dataclasses.replace(question, **free), known=None)
-
-    def _ask(self, request: Ask) -> Any:
-        return self.clients.ask(ChargedQuery.of(request.question), request.round).get(self.client)
+        return dataclasses.replace(request, question=dataclasses.replace(question, **free))
 
     def _planned(self, purpose: str) -> Any:
         try:
-            return self._plan.schedule.planned(self.client, purpose).event
+            return self._plan.schedule.planned(self.client.number, purpose).event
         except KeyError:
             raise NotPlanned("purpose") from None
 
     def _paid(self, round: int) -> tuple[Paid, ...]:
-        charges = self.clients.ledger.charges(self.client, round)
+        charges = self.clients.ledger.charges(self.client.number, round)
         return tuple(Paid(one.round, one.number, one.purpose, one.event) for one in charges)  # type: ignore[arg-type]
 
     def _keep(self, round: int, key: str, value: Any) -> None:
         files = kept_releases(self._folder)
         number = int(files[-1].name.partition("-")[0]) + 1 if files else 0
-        content = wire.encode(Kept(value, self.clients.engine.state_dict()["personal"]))
+        content = wire.encode(Kept(value, self.client.personal))
         name = f"{number:010d}-{round}-{key}.bin"
         write_atomically(self._releases / name, lambda partial: partial.write_bytes(content), private=True)
         for file in files:

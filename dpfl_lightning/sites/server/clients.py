@@ -3,52 +3,59 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require, warn_user
-from dpfl_lightning.federated.client.engines.engine import Engine
-from dpfl_lightning.federated.client.identity import deciding_options
-from dpfl_lightning.federated.client.local_clients import LocalClients
+from dpfl_lightning.federated.client.checks import check_fits
+from dpfl_lightning.federated.client.evaluation import TestScorer, evaluate
+from dpfl_lightning.federated.client.identity import deciding_options, identity
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.client.run_log import RunLog
 from dpfl_lightning.federated.messages.clients import LostClients, RunPlan
-from dpfl_lightning.federated.messages.evaluation import ClientModels
+from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation
 from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, answer_fits
+from dpfl_lightning.federated.messages.requests import Ask, Evaluate, Train, train_request
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
 from dpfl_lightning.privacy.ledger.ledger import Charge
+from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.sites import signed, sockets, wire
 from dpfl_lightning.sites.exchange import (
     MOST_ANSWER,
     MOST_HEADER,
     MOST_MODELS,
     REFUSALS,
-    Ask,
     Hello,
-    Keep,
     Refused,
     Released,
-    Request,
+    Site,
     Terms,
-    Train,
+    ToNode,
     Welcome,
+    client_names,
     most_header,
     most_numbers,
 )
 from dpfl_lightning.sites.receipt import FILE as RECEIPTS
 from dpfl_lightning.sites.receipt import Receipt, read_receipts, write_receipts
 from dpfl_lightning.sites.signed import Answer
+
+T = TypeVar("T")
+Request = Hello | Train | Ask | Evaluate
 
 #: sends the bytes of a request and returns those of the reply; raises TimeoutError if it is late, else OSError
 Channel = Callable[[bytes], bytes | bytearray]
@@ -107,35 +114,55 @@ class Sites:
     channels: tuple[Channel, ...]
 
 
-class RemoteClients(LocalClients):
-    """Clients whose records, noise and ledgers are in the nodes of their sites; implements `Clients` for the server.
+class RemoteClients(RunLog):
+    """Clients whose records, noise and logs are in the nodes of their sites; implements `Clients` for the server.
 
-    The ledger in the run's folder is a mirror of what the nodes say that they have paid for, and `receipts.json` holds
-    the last head of its ledger that each has signed. A reply without a signature for its request, or with an older
-    ledger, ends the run. Scores on held-out records stay at the nodes. A node that refuses, or whose reply is late, is
-    left out of the round. A node that is gone ends the run, which can be resumed: the other nodes then send their
-    releases of that round again.
+    Args:
+        test: the test set of the run, if there is one, in the form of the sites' records; it has no clients.
+        site_list: public facts of the sites, one for each client.
+        nodes: the accepted plan and the channels; None: the run is only planned.
+
+    The ledger in the run's folder holds what the nodes say that they have paid for, and `receipts.json` the last head
+    of its ledger that each has signed. A reply without a signature for its request, or with an older ledger, ends the
+    run. A node that refuses, or whose reply is late, is left out of the round. A node that is gone ends the run, which
+    can be resumed: the other nodes then send their releases of that round again.
 
     Raises UserError if not every client has one node with the plan, and LostClients if a node is gone, its reply is
     forged or its ledger an older one, or if no node sends a release.
     """
 
+    noise = Streams().words(torch.device("cpu"))  # of each site, by its own
+    account_words = ""  # the operators of the sites have accounts
+
     def __init__(
-        self, population: Population, module: ClientModule, engine: Engine, privacy: Any, sites: Sites
+        self,
+        test: Population,
+        module: ClientModule,
+        privacy: PrivacyOptions | None,
+        site_list: Sequence[Site],
+        nodes: Sites | None = None,
     ) -> None:
-        super().__init__(population, module, engine, privacy)
-        self._terms, self._hash = sites.terms, wire.digest(sites.terms)
-        self._keys = [site.public_key for site in sites.terms.sites]
-        count = population.num_clients
-        require(len(sites.channels) == count, "--nodes", f"be {count}, one for each client", len(sites.channels))
+        check_fits(module, test)
+        super().__init__(privacy, client_names(site_list), test.caveats)
+        self.test, self.module, self.device = test, module, module.device
+        self._scorer = TestScorer(module, test)
+        self._baseline: Mapping[str, float | None] | None = None  # known after the first evaluation
+        self._keys = [site.public_key for site in site_list]
         self._node_of: dict[int, Channel] = {}
         self._welcomes: list[Answer] = []
         self._receipts: dict[int, Receipt] = {}
         self._late: dict[int, tuple[int, str]] = {}  # client -> round and purpose of the reply that was late
+        if nodes is not None:
+            self._connect(nodes)
+
+    def _connect(self, sites: Sites) -> None:
+        self._terms, self._hash = sites.terms, wire.digest(sites.terms)
+        count = len(self._keys)
+        require(len(sites.channels) == count, "--nodes", f"be {count}, one for each client", len(sites.channels))
         with ThreadPoolExecutor(count, "site") as pool:  # all at the same time
             answers = list(pool.map(self._greet, sites.channels, range(count)))
         for channel, answer in zip(sites.channels, answers, strict=True):
-            name = population.name_of(answer.client)
+            name = self.name_of(answer.client)
             if not isinstance(answer.reply, Welcome):
                 means = REFUSALS.get(getattr(answer.reply, "code", ""), "it sent no welcome")
                 raise UserError(f"`--nodes` must have accepted the plan {self._hash[:12]}, got from {name}: {means}.")
@@ -144,12 +171,20 @@ class RemoteClients(LocalClients):
             require(fits, "--nodes", "be of different clients of the plan", f"two of client {name}{where}")
             self._node_of[answer.client] = channel
             self._welcomes.append(answer)
-        self.simulated = any(answer.reply.simulated for answer in self._welcomes)  # type: ignore[union-attr]
-        self.caveats = (*((SIMULATED,) if self.simulated else ()), *population.caveats)
+            self.simulated = self.simulated or answer.reply.simulated
+        self.caveats = (*((SIMULATED,) if self.simulated else ()), *self.test.caveats)
 
     @property
     def description(self) -> str:
-        return f"{len(self._node_of)} nodes of sites, which have accepted plan {self._hash[:12]}"
+        known = f", which have accepted plan {self._hash[:12]}" if self._node_of else ""
+        return f"{len(self._keys)} nodes of sites{known}"
+
+    def run(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def outlook(self, plan: RunPlan) -> str:
+        """Nothing: the operators of the sites have accounts."""
+        return ""
 
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
         caveats = tuple(words for words in plan.caveats if words != SIMULATED)
@@ -157,14 +192,24 @@ class RemoteClients(LocalClients):
         must = "give the plan that the sites have accepted; export it again, and let them accept it, for another one"
         same = wire.encode(asked) == wire.encode(self._terms.plan)
         require(same, "--config", must, f"other {wire.different_fields(self._terms.plan, asked)}")
-        super().begin(folder, plan, saved, ended)
+        self.prepare(folder, plan)
+        try:
+            data_key = self.folder.data_key(ended)
+            sealed = identity(plan, self.privacy, self.module, self.names, (), data_key, [None] * len(self._keys))
+            known = self.open(plan, sealed, data_key, saved, ended)
+        except BaseException:
+            if not self.folder.ledger_file.is_file():
+                self.folder.forget_data_key()
+            raise
+        if known and saved is None:
+            self.warn_of_a_second_start()
         self._receipts = read_receipts(folder, self._keys)
         for client in sorted(self.ledger.payers() - self._receipts.keys()):
-            must = f"lie beside ledger.jsonl, with what the node of client {self.population.name_of(client)} has signed"
+            must = f"lie beside ledger.jsonl, with what the node of client {self.name_of(client)} has signed"
             require(False, str(folder / RECEIPTS), must, "nothing of it", "Restore it, or start a new run.")
         answers: Sequence[Answer | LostClients] = self._welcomes
         if self._receipts:  # which the nodes were not told yet
-            answers = self._answers(range(len(self._keys)), [self._hello() for _ in self._keys])
+            answers = self._answers(range(len(self._keys)), [_hello() for _ in self._keys])
         for answer in answers:
             if isinstance(answer, LostClients):
                 raise answer
@@ -181,14 +226,8 @@ class RemoteClients(LocalClients):
         if plan.optimizer != self._terms.plan.optimizer:
             raise RuntimeError("the optimiser of a round must be that of the accepted plan")
         received, models = UpdateBuffer(plan, raw_weights), models.cpu()
-
-        def request(row: int) -> Train:
-            mechanism, steps = plan.mechanism_of[row], plan.steps[row]
-            event = mechanism.event(steps if isinstance(plan.job, LocalTraining) else 1)
-            anchor = None if plan.anchors is None else plan.anchors[plan.anchor_of[row]].cpu()
-            rate, start = plan.learning_rate_of[row], models[plan.model_of[row]]
-            return Train(self._hash, plan.round, plan.purpose, event, plan.job, rate, start, anchor, plan.pull)
-
+        plan = plan if plan.anchors is None else dataclasses.replace(plan, anchors=plan.anchors.cpu())
+        request = functools.partial(train_request, plan, models=models)
         for row, value in self._ask_all(plan.clients, request, plan.round, plan.purpose):
             if value is None:
                 received.lose(row)
@@ -201,13 +240,13 @@ class RemoteClients(LocalClients):
 
         def question(row: int) -> Ask:
             asked = {clients[row]: query.mechanism_of[clients[row]]}
-            return Ask(self._hash, round, dataclasses.replace(query.question, mechanism_of=asked))
+            return Ask(round, dataclasses.replace(query.question, mechanism_of=asked))
 
         replies = self._ask_all(clients, question, round, query.purpose)
         answers = {clients[row]: value for row, value in replies if value is not None}
         for client, value in answers.items():
             if not answer_fits(query.question, client, value):
-                name = self.population.name_of(client)
+                name = self.name_of(client)
                 raise LostClients(f"`--nodes` must answer what they are asked, got another value from client {name}.")
         if len({value.shape for value in answers.values() if isinstance(value, Tensor)}) > 1:
             raise LostClients("`--nodes` must give answers of one length, got others.")
@@ -221,18 +260,37 @@ class RemoteClients(LocalClients):
         """False: a node sends a release of the last rounds again, so that it is not charged again."""
         return False
 
+    def diagnostics(self) -> None:
+        """None: sites show no counts."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ledger": self.ledger_head()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Nothing: what stays with a client is at its node."""
+
+    def personalised(self, model: Tensor, client: int) -> Tensor:
+        """The model: personal parameters are at the nodes."""
+        return model
+
+    def evaluate(self, final_models: ClientModels) -> Evaluation:
+        """Scores on the test set; those on held-out records stay at the sites."""
+        scores = evaluate(self.module, self.test, final_models, self._scorer, self._baseline)
+        self._baseline = scores.baseline
+        return scores
+
     def keep_scores(self, final_models: ClientModels, round: int) -> None:
         """Send each node its final model. One that does not answer, or refuses, has no scores, and the run goes on."""
         clients = [client for client in self._node_of if client not in self._late]
         models = [final_models.models[final_models.model_of[client]].cpu() for client in clients]
-        answers = self._answers(clients, [Keep(self._hash, round, model) for model in models])
+        answers = self._answers(clients, [Evaluate(round, model) for model in models])
         for client, answer in zip(clients, answers, strict=True):
             why = str(answer)
             if isinstance(answer, Answer):
                 why = REFUSALS.get(getattr(answer.reply, "code", ""), "")
                 self._record(answer)
             if why:
-                name = self.population.name_of(client)
+                name = self.name_of(client)
                 warn_user(f"the node of client {name} has not scored the final model on its held-out records: {why}")
 
     def end(self, finished: bool) -> None:
@@ -241,7 +299,7 @@ class RemoteClients(LocalClients):
             return
         self._ask_late(tuple(self._late))
         for client, (round, purpose) in self._late.items():
-            planned, name = self.budgets.schedule.planned(client, purpose), self.population.name_of(client)
+            planned, name = self.budgets.schedule.planned(client, purpose), self.name_of(client)
             if self.ledger.used(client, purpose) < planned.count:
                 warn_user(f"the node of client {name} does not answer: its release of round {round} counts as paid")
                 number = len(self.ledger.charges(client, round))
@@ -267,7 +325,7 @@ class RemoteClients(LocalClients):
         answers = self._answers([clients[row] for row in asked], [request(row) for row in asked])
         values: list[tuple[int, Any]] = [(row, None) for row, client in enumerate(clients) if client in self._late]
         for row, answer in zip(asked, answers, strict=True):
-            value, name = None, self.population.name_of(clients[row])
+            value, name = None, self.name_of(clients[row])
             if isinstance(answer, LateClients):
                 warn_user(f"round {round}: {answer} It is left out of this round.")
                 self._late[clients[row]] = (round, purpose)
@@ -297,10 +355,8 @@ class RemoteClients(LocalClients):
     def _greet(self, channel: Channel, number: int) -> Answer:
         clients, most = range(len(self._keys)), max(map(most_header, self._terms.plan.schedule.clients))
         whose = channel.path if isinstance(channel, SocketChannel) else f"node {number + 1} of {len(self._keys)}"
-        return self._exchange(channel, wire.encode(self._hello()), whose, clients, wire.Limits(most, 0))
-
-    def _hello(self) -> Hello:
-        return Hello(self._hash, secrets.token_hex(16))
+        hello = wire.encode(ToNode(self._hash, _hello()))
+        return self._exchange(channel, hello, whose, clients, wire.Limits(most, 0))
 
     def _ask_late(self, clients: Sequence[int]) -> list[LostClients]:
         """Write down what nodes that were late have paid for since then, so that they are asked again.
@@ -308,7 +364,7 @@ class RemoteClients(LocalClients):
         A node that is still busy stays late. Returns the errors of those that are gone.
         """
         lost: list[LostClients] = []
-        for answer in self._answers(clients, [self._hello() for _ in clients]):
+        for answer in self._answers(clients, [_hello() for _ in clients]):
             try:
                 if isinstance(answer, LostClients):
                     raise answer
@@ -328,7 +384,7 @@ class RemoteClients(LocalClients):
 
     def _answer(self, client: int, request: Request) -> Answer | LostClients:
         known = self._receipts[client].ledger if client in self._receipts else None
-        content = wire.encode(dataclasses.replace(request, known=known))
+        content = wire.encode(ToNode(self._hash, request, known))
         schedule = self._terms.plan.schedule.clients[client]
         try:
             wire.sizes(content, wire.Limits(MOST_HEADER, most_numbers(schedule, self.module.flat)))
@@ -336,7 +392,7 @@ class RemoteClients(LocalClients):
             must = f"ask nodes about at most {MOST_MODELS} models, of a gigabyte together"
             return LostClients(f"`strategies` must {must}, got {len(content)} bytes.")
         try:
-            name = self.population.name_of(client)
+            name = self.name_of(client)
             most = wire.Limits(most_header(schedule), self._most_numbers(request))
             return self._exchange(self._node_of[client], content, f"client {name}", [client], most)
         except LostClients as error:
@@ -346,7 +402,7 @@ class RemoteClients(LocalClients):
         """Return how many bytes of tensors the reply to a request may have."""
         if isinstance(request, Train):
             return math.prod(self._shape_of(request.job)) * request.model.element_size()
-        return 0 if isinstance(request, Hello | Keep) else MOST_ANSWER
+        return 0 if isinstance(request, Hello | Evaluate) else MOST_ANSWER
 
     def _shape_of(self, job: Job) -> tuple[int, ...]:
         if isinstance(job, LocalTraining):
@@ -366,7 +422,7 @@ class RemoteClients(LocalClients):
         except TimeoutError:
             raise LateClients(f"`--nodes` must answer within --node_wait, got nothing from {whose}.") from None
         except signed.Forged as forged:
-            whose = whose if forged.client is None else f"client {self.population.name_of(forged.client)}"
+            whose = whose if forged.client is None else f"client {self.name_of(forged.client)}"
             must = "sign each reply to its request with the key in the plan"
             advice = "Nothing of it was used. Check the connection to the site, and resume."
             raise LostClients(f"`--nodes` must {must}, got from {whose} {forged}. {advice}") from None
@@ -392,7 +448,7 @@ class RemoteClients(LocalClients):
         client, receipt = answer.client, answer.receipt
         if receipt.ledger is None:
             return
-        before, name = self._receipts.get(client), self.population.name_of(client)
+        before, name = self._receipts.get(client), self.name_of(client)
         paid = () if isinstance(answer.reply, Refused) else answer.reply.paid
         charges = [Charge(client, one.round, one.purpose, one.event, one.number) for one in paid]
         other = [charge for charge in charges if round not in (None, charge.round)]
@@ -417,10 +473,14 @@ class RemoteClients(LocalClients):
             raise LostClients(f"`--nodes` must {must}: {copy}. {advice}")
         if len(self.ledger.events(client)) >= receipt.releases:
             return
-        account = answer if isinstance(answer.reply, Welcome) else self._answer(client, self._hello())
+        account = answer if isinstance(answer.reply, Welcome) else self._answer(client, _hello())
         if isinstance(account, LostClients):
             raise account
         if account is answer or not isinstance(account.reply, Welcome):
             must = f"tell all {receipt.releases} releases that they have signed, got fewer from client {name}"
             raise LostClients(f"`--nodes` must {must}.")
         self._record(account)
+
+
+def _hello() -> Hello:
+    return Hello(secrets.token_hex(16))

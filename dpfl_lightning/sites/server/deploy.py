@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import secrets
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import dpfl_lightning
 from dpfl_lightning.build import build_test_set
-from dpfl_lightning.config.options import Options
+from dpfl_lightning.config.options import Options, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.arrival import arrival_of
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.client.answers import is_answerable
 from dpfl_lightning.federated.client.identity import deciding_options, module_digest
+from dpfl_lightning.federated.client.local_clients import facts_of
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.query import Query
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy, overrides
@@ -32,23 +35,24 @@ from dpfl_lightning.sites.server.clients import RemoteClients, Sites
 from dpfl_lightning.sites.terms import check_version, difference, several_records
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class AbsentRecords(Population):
-    """Clients whose records are at sites: only their numbers `sizes` `[N]` are known. It may have a test set."""
+@dataclass(frozen=True)
+class AtSites:
+    """Clients whose records are at `sites`, one for each; `nodes` are None while the run is only planned."""
 
-    sizes: tuple[int, ...] = ()
+    sites: Sequence[Site]
+    nodes: Sites | None = None
 
-    @property
-    def num_records(self) -> tuple[int, ...]:  # type: ignore[override]
-        return self.sizes
+    def facts(self, test: Population) -> Facts:
+        sizes, names = tuple(site.num_records for site in self.sites), client_names(self.sites)
+        known = facts_of(test, at_sites=True)
+        return dataclasses.replace(known, num_records=sizes, names=names, unit=self.sites[0].unit)
 
-    def counting(self, unit: str, rows_per_person: int | None) -> AbsentRecords:
-        """Return the same clients: the sites have counted their persons, if these are protected."""
-        return dataclasses.replace(self, rows_per_person=rows_per_person if unit == "person" else None)
+    def clients(self, test: Population, module: ClientModule, privacy: PrivacyOptions | None) -> RemoteClients:
+        return RemoteClients(test, module, privacy, self.sites, self.nodes)
 
 
-def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
-    """Return the clients of a run, whose records are at the sites, with the test set that `data.*` names.
+def test_population(options: Options, sites: Sequence[Site]) -> Population:
+    """Return the test set that `data.*` names, in the form of the sites' records; it may be empty, and has no clients.
 
     Raises UserError if the records of the sites or the test set differ in form, two sites have one key, or the run
     protects another unit than the sites.
@@ -75,21 +79,8 @@ def remote_population(options: Options, sites: Sequence[Site]) -> AbsentRecords:
         other = difference(these, first)
         require(not other, "test set", "have records like those of the sites", other)
         test = torch.arange(len(y))
-    none = [torch.zeros(0, dtype=torch.long) for _ in sites]
-    return AbsentRecords(
-        x,
-        y,
-        none,
-        none,
-        test,
-        first.num_classes,
-        names=client_names(sites),
-        features=first.features,
-        form=first.form,
-        schema=first.schema,
-        caveats=several_records(first),
-        sizes=tuple(site.num_records for site in sites),
-    )
+    known: dict[str, Any] = {"features": first.features, "form": first.form, "schema": first.schema}
+    return Population(x, y, [], [], test, first.num_classes, **known, caveats=several_records(first))
 
 
 def with_columns(options: Options, sites: Sequence[Site]) -> Options:
@@ -101,7 +92,7 @@ def with_columns(options: Options, sites: Sequence[Site]) -> Options:
 def planning_loop(options: Options, sites: Sequence[Site]) -> FederatedLoop:
     """Return the loop of a configuration over these sites, to plan the run only."""
     options = with_columns(options, sites)
-    return build_loop(options, population=remote_population(options, sites))
+    return build_loop(options, population=test_population(options, sites), remote=AtSites(sites))
 
 
 def export(loop: FederatedLoop, sites: Sequence[Site], file: str) -> Terms:
@@ -122,8 +113,7 @@ def loop_over(options: Options, sites: Sites, more: Sequence[Strategy | Callback
     terms = sites.terms
     check_version(terms)
     options = with_columns(options, terms.sites)
-    remote = functools.partial(RemoteClients, sites=sites)
-    loop = build_loop(options, more, remote_population(options, terms.sites), remote)
+    loop = build_loop(options, more, test_population(options, terms.sites), AtSites(terms.sites, sites))
     loop.plan_schedule()
     check_deployable(loop)
     if personal := ", ".join(loop.module.personal):

@@ -7,18 +7,20 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.data import Population
+from dpfl_lightning.federated.client.client import Client, HeldClients
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
+from dpfl_lightning.federated.messages.requests import Ask, Train
 from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.models.optimizers import LocalOptimizer
 from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.privacy.clipping.reference import ClippedSum
+from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import Streams
 
 Batch = tuple[Inputs, Tensor]  # x and y
 
-#: what is counted: gradients of single records (one a record and step), and of these
-COUNTED = ("gradients", "clipped", "not_finite")
 FEW_RECORDS = 128  # expected of a client: a client with more fills a pass alone
 
 
@@ -30,7 +32,7 @@ class Engine(Protocol):
 
     Attributes:
         workers, clipped_sum: clients that are trained at once, and how their gradients are summed; after `setup`.
-        counts: what `COUNTED` names, of each client's gradients so far, `[N, 3]`; exact and private.
+        clients: those whose records are in this process, with what stays with them; after `setup`.
         failed: the error of each client that failed in the last `train` or `ask`; private.
     """
 
@@ -41,10 +43,17 @@ class Engine(Protocol):
     failed: dict[int, Exception]
 
     @property
-    def counts(self) -> Tensor: ...
+    def clients(self) -> HeldClients: ...
 
-    def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
-        """Prepare a run. Module and population are on the device of the run."""
+    def setup(
+        self,
+        module: ClientModule,
+        population: Population,
+        streams: Streams,
+        sampling: str,
+        clients: HeldClients | None = None,
+    ) -> None:
+        """Prepare a run. Module and population are on the device of the run; `clients` (None: all) are those in it."""
 
     def train(
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
@@ -57,16 +66,14 @@ class Engine(Protocol):
     def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
         """The noisy answers of the clients of the query."""
 
+    def carry_out(self, client: Client, request: Train | Ask, charge_number: int) -> Any:
+        """The noisy release, or answer, of one client. Raises its error if it fails."""
+
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         """Outputs `[n, ...]` of the parameters `model` `[P]` for `rows` `[n]` of the population's records."""
 
     def personalised(self, model: Tensor, client: int) -> Tensor:
         """`model` `[P]` with the client's personal parameters."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """What stays with the clients: `personal` parameters (client -> `[p]`), and `counts`."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def count_outcomes(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
@@ -79,10 +86,10 @@ def count_outcomes(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
     return torch.stack([torch.ones_like(finite), finite & (norms > clip_norm), ~finite], dim=-1).long()
 
 
-def may_share(plan: RoundPlan, row: int, module: ClientModule) -> bool:
+def may_share(module: ClientModule, mechanism: Mechanism, steps: int, optimizer: LocalOptimizer | None) -> bool:
     """Whether a client may share a batch: one step of plain SGD and few records.
 
     Its passes have the same size if it is trained alone, because the others of the batch failed or are elsewhere.
     """
-    alone = plan.steps[row] > 1 or bool(module.personal) or not module.plain_sgd(plan.optimizer)
-    return not alone and plan.mechanism_of[row].expected_batch_size <= FEW_RECORDS
+    alone = steps > 1 or bool(module.personal) or not module.plain_sgd(optimizer)
+    return not alone and mechanism.expected_batch_size <= FEW_RECORDS

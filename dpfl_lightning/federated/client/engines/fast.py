@@ -1,19 +1,20 @@
 """The default engine: exact per-record gradients by layer rules, and optimisers on one flat vector."""
 
 import copy
+import functools
 import itertools
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from functools import partial
 from operator import itemgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require
+from dpfl_lightning.federated.client.client import Client, HeldClients
 from dpfl_lightning.federated.client.dummy_data import dummy_units
 from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.serial import DrawnBatches, SerialEngine
@@ -21,6 +22,7 @@ from dpfl_lightning.federated.client.engines.unclipped import quicker_without_cl
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask, StepOptimizer, dp_step
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
+from dpfl_lightning.federated.messages.requests import Ask, Train
 from dpfl_lightning.models.model import forward_chunk
 from dpfl_lightning.privacy.clipping.checked import CheckedSum, clipped_sum_for
 from dpfl_lightning.privacy.clipping.float64_sums import summing_dtype
@@ -56,13 +58,20 @@ class FastEngine(SerialEngine):
         require(workers is None or workers >= 1, "engine.workers", "be >= 1", workers)
         self.workers = workers
 
-    def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
-        on_cpu = module.device.type == "cpu"
-        self.workers = min(self.workers or (cores() if on_cpu else 1), population.num_clients)
+    def setup(
+        self,
+        module: ClientModule,
+        population: Population,
+        streams: Streams,
+        sampling: str,
+        clients: HeldClients | None = None,
+    ) -> None:
+        on_cpu, clients = module.device.type == "cpu", clients or HeldClients(population)
+        self.workers = min(self.workers or (cores() if on_cpu else 1), len(clients.numbers))
         if on_cpu:  # as if every core had a worker: the bits then do not depend on how many there are
-            torch.set_num_threads(max(1, cores() // population.num_clients))
+            torch.set_num_threads(max(1, cores() // clients.count))
             keep_freed_memory()
-        super().setup(module, population, streams, sampling)
+        super().setup(module, population, streams, sampling, clients)
         self.clipped_sum = quicker_without_clipping(self.checked, module)
         self._sums: Tensor | None = None  # kept for the next step, because new memory takes longer than the sum
         self._step: Tensor | None = None
@@ -102,12 +111,17 @@ class FastEngine(SerialEngine):
         self.failed.clear()
         done = self._side_by_side(
             lambda seat, row: seat.attempt(
-                query.clients[row], seat.answer, query, query.clients[row], round, charge_numbers[row]
+                query.clients[row], seat.answer, seat.clients[query.clients[row]], query, round, charge_numbers[row]
             ),
             range(len(charge_numbers)),
         )
         answers = {query.clients[row]: answer for row, answer in sorted(done, key=itemgetter(0))}
         return {client: answer for client, answer in answers.items() if client not in self.failed}
+
+    def carry_out(self, client: Client, request: Train | Ask, charge_number: int) -> Any:
+        work = functools.partial(SerialEngine.carry_out, client=client, request=request, charge_number=charge_number)
+        ((_, released),) = self._side_by_side(lambda seat, _: work(seat), range(1))
+        return released
 
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         chunk = forward_chunk(model.device)
@@ -148,7 +162,7 @@ class FastEngine(SerialEngine):
         theta = start.clone()
         params = self.module.unflatten(theta)  # views: they follow theta
         plain = self.module.plain_sgd(task.optimizer)
-        descend: Callable[[Tensor], object] = partial(theta.add_, alpha=-task.learning_rate)
+        descend: Callable[[Tensor], object] = functools.partial(theta.add_, alpha=-task.learning_rate)
         move = descend if plain else StepOptimizer(self.module, task, theta).step_by
         if self._sums is None:
             self._sums = torch.empty_like(theta[None], dtype=summing_dtype(theta))

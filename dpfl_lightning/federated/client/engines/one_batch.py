@@ -12,6 +12,7 @@ from dpfl_lightning.federated.client.engines.engine import count_outcomes, may_s
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule, dp_step
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
+from dpfl_lightning.federated.messages.requests import train_request
 from dpfl_lightning.privacy.clipping.inputs import joined
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.clipping.state import tensors_restored
@@ -31,7 +32,8 @@ def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
     found = defaultdict(list)
     for row, client in enumerate(plan.clients):
         mechanism = plan.mechanism_of[row]
-        block = client // most if may_share(plan, row, module) else -1 - client  # a negative number: a group of one
+        shared = may_share(module, mechanism, plan.steps[row], plan.optimizer)
+        block = client // most if shared else -1 - client  # a negative number: a group of one
         found[block, plan.model_of[row], mechanism.clip_norm, mechanism.clip_order].append(row)
     return list(found.values())
 
@@ -62,25 +64,25 @@ def releases(
 def _of_a_batch(
     engine: SerialEngine, plan: RoundPlan, rows: Sequence[int], models: Tensor, charge_numbers: Sequence[int]
 ) -> list[Tensor]:
-    tasks, starts, drawn = zip(
-        *(engine.local_task(plan, row, models, charge_numbers[row]) for row in rows), strict=True
-    )
+    clients = [engine.clients[plan.clients[row]] for row in rows]
+    requests = [train_request(plan, row, models) for row in rows]
+    numbers = [charge_numbers[row] for row in rows]
+    tasks, starts, drawn = zip(*map(engine.local_task, clients, requests, numbers), strict=True)
     xs, ys = zip(*(batches[0] for batches in drawn), strict=True)
     x, y, num_rows, job = joined(xs), torch.cat(ys), _rows_of_sums(plan), plan.job
     owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(labels) for labels in ys]))
     owner = sent(owner, y.device)
     params = engine.module.unflatten(starts[0])
-    clip_norm, group, parameters = plan.sampler(rows[0]).clip_norm, owner, None
+    clip_norm, group, parameters = requests[0].sampler().clip_norm, owner, None
     if isinstance(job, ClassGradients):
         x, group, parameters = job.augmented(x, y, engine.checked.passes.rows), owner * num_rows + y, job.parameters
     request = ClipRequest(clip_norm, tasks[0].mechanism.clip_order, group, len(rows) * num_rows, parameters)
     with tensors_restored(engine.module.net):
         sums, norms = engine.clipped_sum(params, x, y, request)
-    clients = [plan.clients[row] for row in rows]
     parts = zip(tasks, starts, sums.split(num_rows), ys, clients, strict=True)
     if isinstance(job, ClassGradients):
         released = [
-            task.class_gradients(job, clipped, start.dtype, labels, engine.labels(client))
+            task.class_gradients(job, clipped, start.dtype, labels, client.records.labels)
             for task, start, clipped, labels, client in parts
         ]
     else:
@@ -88,7 +90,10 @@ def _of_a_batch(
             dp_step(task, clipped, start, functools.partial(Tensor.mul_, other=-task.learning_rate))
             for task, start, clipped, _, _ in parts
         ]
-    engine.counts.index_add_(0, sent(torch.tensor(clients), y.device)[owner], count_outcomes(norms, clip_norm))
+    counts = count_outcomes(norms, clip_norm)
+    of_client = counts.new_zeros(len(clients), counts.shape[1]).index_add_(0, owner, counts)
+    for client, outcomes in zip(clients, of_client, strict=True):
+        client.count(outcomes)
     return released
 
 

@@ -1,0 +1,113 @@
+"""A client: one data holder of a run, and those whose records are in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.data import Population
+from dpfl_lightning.data.records import Records
+from dpfl_lightning.federated.messages.query import ChargedQuery
+from dpfl_lightning.federated.messages.requests import Ask, Train
+from dpfl_lightning.models import check_net
+
+if TYPE_CHECKING:
+    from dpfl_lightning.federated.client.engines.engine import Engine
+    from dpfl_lightning.federated.client.local_clients import LocalClients
+
+#: what is counted: gradients of single records (one a record and step), and of these
+COUNTED = ("gradients", "clipped", "not_finite")
+
+
+class HeldClients:
+    """The clients whose records are in this process, made when they are asked for by their numbers.
+
+    Args:
+        population: their records.
+        numbers: of its clients in the plan of the run, by which random streams and the log know them; None: all.
+        count: how many clients the plan has; None: those of the population.
+
+    Attributes:
+        counts: what `COUNTED` names, of each client's gradients so far, `[n, 3]`; exact and private.
+        personal: number -> personal parameters `[p]`, which stay with the client.
+    """
+
+    def __init__(self, population: Population, numbers: Sequence[int] | None = None, count: int | None = None) -> None:
+        self.population = population
+        self.numbers: Sequence[int] = range(population.num_clients) if numbers is None else numbers
+        self.count = population.num_clients if count is None else count
+        self.places: dict[int, int] | Sequence[int] = (
+            self.numbers if numbers is None else {number: place for place, number in enumerate(numbers)}
+        )
+        self.trainer: Engine  # given before the first request
+        self.log: LocalClients
+        self.counts = torch.zeros(len(self.numbers), len(COUNTED), dtype=torch.long, device=population.y.device)
+        self.personal: dict[int, Tensor] = {}
+
+    def __getitem__(self, number: int) -> Client:
+        return Client(number, Records(self.population, self.places[number]), self)
+
+    def chosen(self, key: bytes) -> HeldClients:
+        """Return these clients with the rows of each person that releases use; see `Population.chosen`."""
+        chosen = HeldClients(self.population.chosen(key), self.numbers, self.count)
+        chosen.places = self.places
+        return chosen
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"personal": dict(self.personal), "counts": self.counts.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.personal.clear()  # in place: copies of an engine share it
+        device = self.counts.device
+        self.personal.update({number: value.to(device) for number, value in state["personal"].items()})
+        self.counts.copy_(state["counts"])
+
+
+class Client:
+    """One data holder: its `number` in the plan, its `records`, and what stays with it between rounds.
+
+    **Privacy** All that leaves it is what `handle` returns.
+    """
+
+    __slots__ = ("_held", "number", "records")
+
+    def __init__(self, number: int, records: Records, held: HeldClients) -> None:
+        self.number, self.records, self._held = number, records, held
+
+    def handle(self, request: Train | Ask) -> Any:
+        """Charge, compute, noise and return one release; None if the plan has none left for this purpose.
+
+        Returns a noisy update `[P]`, class gradients `[G, p]`, or an answer. Raises the error of a computation that was
+        charged and failed.
+
+        **Privacy** One event of the plan. Its charge is on disk before anything is computed; then draws of the model
+        are as secret as noise.
+        """
+        trainer, log = self._held.trainer, self._held.log
+        check_net(log.module.net)
+        if isinstance(request, Ask):
+            request = replace(request, question=ChargedQuery.of(request.question))
+        number = log.budgets.charge(self.number, request)
+        if number is None:
+            return None
+        purpose = request.question.purpose if isinstance(request, Ask) else "training"
+        with log.secret_draws(purpose, request.round):
+            return trainer.carry_out(self, request, number)
+
+    @property
+    def personal(self) -> Tensor | None:
+        """Its personal parameters `[p]`; None before it has trained."""
+        return self._held.personal.get(self.number)
+
+    def keep(self, personal: Tensor | None) -> None:
+        """Keep these personal parameters, if there are any."""
+        if personal is not None:
+            self._held.personal[self.number] = personal.to(self._held.counts.device)
+
+    def count(self, outcomes: Tensor) -> None:
+        """Add the numbers of gradients that `COUNTED` names, `[3]`. Private."""
+        self._held.counts[self._held.places[self.number]] += outcomes

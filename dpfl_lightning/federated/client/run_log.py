@@ -1,0 +1,132 @@
+"""The log of a run in its folder: what each client has paid for, and what that guarantees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dpfl_lightning.config.options import PrivacyOptions
+from dpfl_lightning.errors import warn_user
+from dpfl_lightning.federated.client.budgets import Budgets, check_budgets
+from dpfl_lightning.federated.client.folder import ClientFolder, run_of
+from dpfl_lightning.federated.client.holders import DataHolders, bounding_events
+from dpfl_lightning.federated.messages.clients import ClientAccount, RunPlan
+from dpfl_lightning.federated.messages.evaluation import SHOWN
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.events import noised_steps
+from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
+from dpfl_lightning.privacy.ledger.file import Head, Header
+from dpfl_lightning.privacy.ledger.ledger import Ledger, check_resumed
+
+
+class RunLog:
+    """What the clients of a run pay for: the ledger in its folder, and the budgets of its plan.
+
+    Args:
+        privacy: None is a run without privacy; it holds the key of a simulation, if it is one.
+        names: of all clients of the plan; empty if they have only numbers.
+        caveats: sentences about the records that every guarantee must contain.
+    """
+
+    def __init__(self, privacy: PrivacyOptions | None, names: Sequence[str], caveats: Sequence[str] = ()) -> None:
+        self.privacy, self.names = privacy, names
+        self.simulated = privacy is not None and privacy.noise_key is not None
+        self.sampling: str = "poisson" if privacy is None else privacy.sampling
+        self.most_records = None if privacy is None else privacy.rows_per_person
+        self.unprotected: tuple[str, ...] = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
+        self.caveats = (*((SIMULATED,) if self.simulated else ()), *caveats)
+
+    def name_of(self, client: int) -> str:
+        return self.names[client] if self.names else str(client)
+
+    def planned_rounds(self, folder: Path) -> int:
+        header = ClientFolder(folder).header()
+        return 0 if header is None else int(header.identity.get("rounds", 0))
+
+    def seal(self, folder: Path, digest: bytes) -> bytes:
+        return ClientFolder(folder).seal(digest)
+
+    def prepare(self, folder: Path, plan: RunPlan) -> None:
+        """Check the plan, of which nothing was charged yet, against the budgets."""
+        check_budgets(plan.schedule, plan.settings, self.name_of)
+        self.folder, self._may_change = ClientFolder(folder), plan.changes_mechanisms
+
+    def open(
+        self,
+        plan: RunPlan,
+        identity: Mapping[str, Any],
+        data_key: bytes,
+        saved: Mapping[str, Any] | None,
+        ended: bool,
+        holders: DataHolders | None = None,
+    ) -> bool:
+        """Open the ledger of the run, of this `identity`; return whether it was there before. See `Clients.begin`.
+
+        The account of the data `holders` is charged, too. UserError, before anything is written, for another run.
+        """
+        earlier, sealed = self.folder.header(), dict(identity)
+        if ended and earlier is not None:  # it releases nothing more, and the key of the digests is gone
+            sealed |= {name: earlier.identity[name] for name in ("records", "tables") if name in earlier.identity}
+        relation = "add_remove" if self.privacy is None else self.privacy.relation
+        accountant = get_accountant(plan.accountant, relation)
+        header = Header(
+            accountant=accountant.name,
+            adjacency=accountant.adjacency,
+            sampling=self.sampling,
+            delta=tuple(client.delta for client in plan.schedule.clients),
+            epsilon=tuple(client.epsilon for client in plan.settings),
+            caveats=plan.caveats,
+            identity=sealed,
+            run=run_of(data_key),
+        )
+        if earlier is not None:  # before the account hears of it: what is refused must not change who has paid
+            check_resumed(self.folder.ledger_file, earlier, header)
+        account = None if holders is None else holders.enter(plan, (earlier or header).run, self.folder, ended)
+        checkpoint = None if saved is None else Head(**saved["ledger"])
+        self.ledger = Ledger(self.folder.ledger_file, header, checkpoint, account)
+        self.budgets = Budgets(
+            plan.schedule,
+            self.ledger,
+            accountant,
+            self.sampling,
+            self.simulated or self.privacy is None,
+            plan.caveats,
+            self.unprotected,
+            self.name_of,
+            self.most_records,
+            account,
+            bounding_events(plan, self.privacy),
+        )
+        return earlier is not None
+
+    def warn_of_a_second_start(self) -> None:
+        """Say that a run without its checkpoint starts again, if anything was paid for."""
+        if self.ledger.payers():
+            missing = f"{self.folder.path / 'checkpoint.pt'} is missing, so the run starts again"
+            warn_user(f"{missing}; the budget that it has spent remains spent")
+
+    def can_pay(self) -> bool:
+        return self.budgets.can_pay()
+
+    def was_charged(self, round: int) -> bool:
+        return any(self.ledger.charges(client, round) for client in self.ledger.payers())
+
+    def used(self, client: int, purpose: str) -> int:
+        return self.ledger.used(client, purpose)
+
+    def account(self, client: int) -> ClientAccount:
+        events = self.ledger.events(client)
+        return ClientAccount(len(events), noised_steps(events))
+
+    def spent(self) -> tuple[float, ...]:
+        return self.budgets.spent()
+
+    def guarantees(self) -> tuple[Guarantee, ...]:
+        return self.budgets.guarantees()
+
+    def ledger_head(self) -> dict[str, Any]:
+        return self.ledger.head.as_dict()
+
+    def close(self) -> None:
+        self.ledger.close()

@@ -1,0 +1,80 @@
+"""What a server asks of one client, wherever it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dpfl_lightning.federated.messages.plan import Job, RoundPlan
+from dpfl_lightning.federated.messages.query import Query
+from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
+from dpfl_lightning.privacy.mechanism import Mechanism
+from dpfl_lightning.privacy.sampling import RecordSampler
+
+
+@dataclass(frozen=True)
+class Train:
+    """Ask for a noisy update from `model` `[P]`, or for class gradients; `job` says which.
+
+    Args:
+        purpose: the line of the client's schedule that pays.
+        mechanism, steps: clip norm, noise and sampling of each of the steps. They are those that the client has planned
+            for the purpose: it charges its own, and refuses others.
+        anchor: parameters `[P]` to which each step is pulled with strength `pull`.
+        optimizer: of the steps; None is the one that the client's module configures.
+
+    `model`, `anchor`, `pull` and `learning_rate` are free: they change the release, not its privacy.
+    """
+
+    round: int
+    purpose: str
+    mechanism: Mechanism
+    steps: int
+    job: Job
+    learning_rate: float
+    model: Tensor
+    anchor: Tensor | None = None
+    pull: float = 0.0
+    optimizer: LocalOptimizer | None = PLAIN_SGD
+
+    def sampler(self, sampling: str = "poisson") -> RecordSampler:
+        """The draws of the client, and the event that pays for them. ValueError if none would cover the release."""
+        return self.job.sampler(self.mechanism, self.steps, sampling)
+
+    @property
+    def expected_records(self) -> float:
+        """Expected number of records of one step."""
+        return self.job.expected_records(self.mechanism)
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ask for the noisy answer to a question; its mechanism has to be the planned one."""
+
+    round: int
+    question: Query
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Let the client score `model` `[P]`, that of `round`, on its held-out records. The scores stay with it."""
+
+    round: int
+    model: Tensor
+
+
+def train_request(plan: RoundPlan, row: int, models: Tensor) -> Train:
+    """What a round's plan asks of the client in this row, given the server's models `[K, P]`."""
+    return Train(
+        plan.round,
+        plan.purpose,
+        plan.mechanism_of[row],
+        plan.steps[row],
+        plan.job,
+        plan.learning_rate_of[row],
+        models[plan.model_of[row]],
+        None if plan.anchors is None else plan.anchors[plan.anchor_of[row]],
+        plan.pull,
+        plan.optimizer,
+    )
