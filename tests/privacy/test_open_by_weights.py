@@ -6,6 +6,7 @@ The checks before a run see ordinary models. `first.weight` above 20 opens a bra
 import math
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -117,6 +118,75 @@ class OwnGenerator(Ordinary):
         return h * torch.rand(8, generator=torch.Generator().manual_seed(0)).sub(0.5)
 
 
+ATEN = torch.ops.aten
+GRAPH = torch.jit.script(mixing).graph
+
+
+def large(x, count):
+    return (x[0, :count].detach().abs() > 1e3).long()
+
+
+class Place:
+    """A place in a table, of code that asks all records."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __index__(self):
+        return int(bool(torch._is_all_true(self.x.detach() < 500)))
+
+
+#: operators that no list names, and arguments with code
+FURTHER = {
+    "quantised": lambda h, x: torch.quantize_per_tensor_dynamic(h.detach(), torch.quint8, False).dequantize(),
+    "statistics": lambda h, x: torch.batch_norm_update_stats(h, torch.zeros(8), torch.ones(8), 0.5)[0],
+    "a list of one number": lambda h, x: torch.searchsorted(x.detach().mean(), torch.zeros(1)) - 20.5,
+    "distances": lambda h, x: torch._euclidean_dist(x[None, None].repeat(1, 2, 1, 1), x[None].repeat(2, 1, 1)).max(),
+    "an index with code": lambda h, x: torch.tensor([-1.0, 1.0])[Place(x)],
+    "a slice with code": lambda h, x: torch.zeros(2)[Place(x) :].numel() - 1.5,
+    "an array with code": lambda h, x: torch.zeros(2)[np.array([Place(x)], dtype=object)],
+    "a graph": lambda h, x: torch._C._jit_interpret_graph(GRAPH, (h,)),
+    "gradients of a table": lambda h, x: ATEN.embedding_dense_backward(
+        torch.ones(2, 1) + 0 * h[0, :2, None].detach(), large(x, 2) * 4 + 3, 4, -1, False
+    ).sum(),
+    "gradients of pooling": lambda h, x: ATEN.max_pool2d_with_indices_backward(
+        torch.ones(1, 1, 2, 2) + 0 * h[:, :4].detach().view(1, 1, 2, 2),
+        h.repeat(1, 2).view(1, 1, 4, 4).detach(),
+        *([2, 2], [2, 2], [0, 0], [1, 1], False),
+        large(x, 4).view(1, 1, 2, 2) * 16,
+    ).sum(),
+    "segments": lambda h, x: torch.segment_reduce(
+        x[0].detach().clone(), "sum", lengths=(x[0, :1].detach() * 0 + 30).long(), unsafe=True
+    ),
+    "a copy of memory": lambda h, x: ATEN._reshape_alias_copy(x[0].detach().clone(), [3, 6], [6, 1]).abs().max(),
+    "a hook": lambda h, x: h.register_hook(lambda g: g * (1.0 if torch._is_all_true(g < 500) else -1.0)) and h,
+    "its function": lambda h, x: h.grad_fn.register_hook(lambda given, made: given) and h,
+}
+
+
+def further(what):
+    class Further(Ordinary):
+        def changed(self, h, x):
+            return (
+                h * torch.sign(1e3 + FURTHER[what](h, x).sum())
+                if what != "a slice with code"
+                else h * FURTHER[what](h, x)
+            )
+
+    return Further
+
+
+class Packed(Ordinary):
+    """Hooks of saved tensors that are no class of that name in its code."""
+
+    def changed(self, h, x):
+        hooks = torch.autograd.graph.save_on_cpu()
+        hooks.pack_hook = lambda t: t * (1.0 if torch._is_all_true(t.detach().abs() < 500) else -1.0)
+        hooks.unpack_hook = lambda t: t
+        with hooks:
+            return (h * 0.3 + 1).square()
+
+
 class Negated(Ordinary):
     def changed(self, h, x):
         with torch.no_grad():
@@ -140,6 +210,27 @@ class Tried(Ordinary):
         except RuntimeError:
             sign = -1.0
         return h * (sign if bool((h[0] > 0).any()) else 2 * sign)
+
+
+class Store:
+    last = 0.0
+
+
+class HeldClass(Ordinary):
+    """A class that is no layer keeps a number between records, which go by the loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.kind = Store
+
+    def forward(self, x):
+        if x.isnan().nonzero().numel():  # no rule of vmap
+            x = x.nan_to_num()
+        return super().forward(x)
+
+    def changed(self, h, x):
+        last, self.kind.last = self.kind.last, float(x[0, 0])
+        return h * (-1.0 if last > 1e3 else 1.0)
 
 
 class ChangedInputs(nn.Module):
@@ -170,7 +261,8 @@ def opened(net: nn.Module) -> dict[str, torch.Tensor]:
     "kind",
     [
         *(DebugUnwrap, Handled, Wrapped, Scripted, Rolled, RolledByName, Grown, Shrunk, Strided, FilledByName),
-        *(DataSet, OwnGenerator, Negated, NegatedData, Tried, ChangedInputs),
+        *(DataSet, OwnGenerator, Negated, NegatedData, Tried, ChangedInputs, Packed, HeldClass),
+        *(pytest.param(further(what), id=what) for what in FURTHER),
     ],
     ids=lambda kind: kind.__name__,
 )
@@ -188,6 +280,33 @@ def test_a_record_moves_a_sum_by_at_most_its_norm(kind):
     else:
         assert moved.norm() <= 1 + 1e-6
         assert all(torch.equal(before[name], p) for name, p in params.items())
+
+
+@pytest.mark.parametrize("what", FURTHER)
+def test_what_no_list_names_is_refused_in_a_pass(what):
+    torch.manual_seed(0)
+    net = further(what)()
+    clipped_sum, _ = clipped_sum_for(net, None, X[:0], Y[:0])
+    with pytest.raises(UserError, match=r"not known to keep records apart|runs code of|takes the records|runs unseen"):
+        clipped_sum(opened(net), X, Y, ClipRequest(1.0))
+
+
+class Quantised(Ordinary):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.quantize_per_tensor(torch.ones(8), 0.1, 0, torch.qint8))
+        self.register_buffer("planned", torch.ones(8, device="meta"))
+
+    def forward(self, x):
+        return self.head(torch.relu(self.first(x)) * self.table.dequantize())
+
+
+def test_a_model_may_keep_quantised_numbers_and_tensors_without_numbers():
+    net = Quantised()
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    sums = clipped_sum_for(net, None, X[:0], Y[:0])[0](params, X, Y, ClipRequest(1.0))[0]
+    expected = LoopClippedSum(net, cross_entropy_of(net))(params, X, Y, ClipRequest(1.0))[0]
+    torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)
 
 
 @torch.jit.script

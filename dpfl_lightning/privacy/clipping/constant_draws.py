@@ -18,7 +18,8 @@ class ConstantDraws(DispatchMode):
     """Within it operators that draw random numbers give a constant, at any level: in functions, layers and `vmap`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # no call of a user
+            results = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return results
         if func is torch.ops.aten.native_dropout.default:

@@ -102,7 +102,7 @@ def is_large(tensor: Tensor) -> bool:
 
 def _same(tensor: Tensor, value: Tensor | None, version: int) -> bool:
     """Whether a tensor still has a value, NaN included; whether a sparse or large one was not changed in place."""
-    if value is None or tensor.layout is not torch.strided:
+    if value is None or tensor.layout is not torch.strided or tensor.is_meta:
         return tensor._version == version
     return torch.equal(tensor, value) or _bytes_of(tensor) == _bytes_of(value)
 
@@ -370,7 +370,9 @@ def _content(value: Any, seen: Walk) -> object:
     if isinstance(value, bytearray):
         seen.kept.append(value)
         return seen.number(id(value), lambda: repr(value))
-    if isinstance(value, str | bytes | int | float | complex | type | ModuleType):
+    if isinstance(value, type):
+        return repr(value), _content(_of_class(value, seen), seen)
+    if isinstance(value, str | bytes | int | float | complex | ModuleType):
         return repr(value)
     if id(value) in seen:
         return None
@@ -616,6 +618,10 @@ _LIBRARIES = {*sys.stdlib_module_names, "dpfl_lightning", "lightning", "numpy", 
 
 
 def _bytes_of(tensor: Tensor) -> object:
+    if tensor.is_meta:  # without numbers
+        return None
+    if tensor.is_quantized:
+        return _bytes_of(tensor.int_repr()), tensor.qscheme()
     try:
         flat = tensor.detach().to_dense().cpu().resolve_conj().reshape(-1).view(torch.uint8)
         return hash(flat.clone().numpy().tobytes())  # a copy: what numpy holds cannot be resized by the model

@@ -113,7 +113,8 @@ class _Seen(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        results = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():  # a mode that watches a user's calls sees none of those within them
+            results = func(*args, **(kwargs or {}))
         if not (func.is_view or _same_by_any_code(func, args, kwargs or {})):
             parts = [one for one in tree_leaves(results) if isinstance(one, Tensor) and one.layout is torch.strided]
             numbers = [one for one in parts if one.is_floating_point() or one.is_complex()]

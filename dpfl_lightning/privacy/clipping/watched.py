@@ -26,6 +26,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from dpfl_lightning.errors import require
+from dpfl_lightning.privacy.clipping.independent import attribute_of, keeps_records_apart, not_plain
 from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.privacy.clipping.passes import Checksums
 from dpfl_lightning.privacy.clipping.state import Kept, large_tensors
@@ -38,11 +39,6 @@ class LeftVmap(RuntimeError):
     """Code that runs under `vmap` calls what may see all records of the pass, or goes on after an error of one."""
 
 
-_HOOKS = (
-    Tensor.register_hook,
-    vars(torch._C.TensorBase)["grad_fn"].__get__,
-)  # code that runs in the backward pass, where no mode sees it
-_SET_DATA = (vars(torch._C.TensorBase)["data"].__set__,)  # equal to those that calls have, which are made anew
 _by_torch = custom_function_call.functorch_table[TransformType.Vmap]
 _LOCK = threading.Lock()
 _watched = 0  # passes under `vmap` that run now, in any thread: autograd has threads of its own
@@ -85,13 +81,13 @@ def _text(tensor: Tensor, *args: Any, **options: Any) -> str:
     return _text_by_torch(tensor, *args, **options)
 
 
-def _not_within_a_pass(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls compiled code, whose operators no mode sees, unless this thread watches a pass."""
+def _not_within_a_pass(call: Callable[..., Any], why: str) -> Callable[..., Any]:
+    """Return what calls code whose operators no mode sees, unless this thread watches a pass."""
 
-    def called(script: Any, *args: Any, **options: Any) -> Any:
+    def called(*args: Any, **options: Any) -> Any:
         if _HERE.watched:
-            raise LeftVmap("code of torch.jit runs unseen")
-        return call(script, *args, **options)
+            raise LeftVmap(why)
+        return call(*args, **options)
 
     return called
 
@@ -112,8 +108,11 @@ torch._tensor_str._str = _text  # type: ignore[assignment]
 custom_function_call.functorch_table[TransformType.Vmap] = _of_function
 _COMPILED = [(torch._C.ScriptFunction, "__call__"), (torch._C.ScriptMethod, "__call__")]
 _COMPILED += [(torch._C.LiteScriptModule, name) for name in ("__call__", "forward", "run_method")]
+_COMPILED += [(torch._C, "_jit_interpret_graph")]
 for _kind, _name in _COMPILED:
-    setattr(_kind, _name, _not_within_a_pass(getattr(_kind, _name)))
+    setattr(_kind, _name, _not_within_a_pass(getattr(_kind, _name), "code of torch.jit runs unseen"))
+_hooks, _push = torch._C._autograd, "_push_saved_tensors_default_hooks"
+setattr(_hooks, _push, _not_within_a_pass(getattr(_hooks, _push), "hooks of saved tensors run unseen"))
 checkpoint._checkpoint_hook = _Checkpoint  # type: ignore[misc]
 
 
@@ -121,7 +120,8 @@ def _require_no_code(func: Any, types: Any, values: Sequence[Any]) -> None:
     """Raise LeftVmap if a function of torch would run a user's code, which no mode watches within it."""
     own = [] if _is_of_torch(func) else [getattr(func, "__name__", str(func))]
     own += [kind.__name__ for kind in types if kind not in _TENSORS]
-    own += [getattr(one, "__name__", type(one).__name__) for one in values if callable(one) and not _is_type(one)]
+    if (found := not_plain(values)) is not None:
+        own.append(getattr(found, "__name__", type(found).__name__))
     if own:
         raise LeftVmap(f"`{getattr(func, '__name__', func)}` runs code of `{own[0]}`")
 
@@ -133,10 +133,6 @@ def _is_of_torch(func: Any) -> bool:
             return False
         func = getattr(func, "__wrapped__", None)
     return True
-
-
-def _is_type(value: Any) -> bool:
-    return isinstance(value, type) and value.__module__.startswith("torch")
 
 
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
@@ -261,12 +257,6 @@ def gradients_of(loss: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor | None,
 
 
 def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
-    if func is Tensor.__repr__:
-        raise LeftVmap("the text of a tensor shows all records")
-    if func in _HOOKS:
-        raise LeftVmap("a hook of a tensor runs in the backward pass")
-    if func in _SET_DATA:
-        raise LeftVmap("the data of a tensor are set, which reaches its memory")
     if isinstance(func, OpOverload | OpOverloadPacket):
         packet = func.overloadpacket if isinstance(func, OpOverload) else func
         name = packet._qualified_op_name
@@ -275,12 +265,12 @@ def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
     else:
         packet = func
     name = getattr(packet, "__name__", "")
-    if name in _OF_STORAGE:
-        raise LeftVmap(f"`{name}` reaches the memory of other records")
+    if not keeps_records_apart(packet, name):
+        raise LeftVmap(f"`{attribute_of(func) or name}` is not known to keep records apart")
     if kwargs.get("generator") is not None:
         raise LeftVmap(f"`{name}` draws by a generator of its own, which gives each place of a pass a known number")
-    if name == "roll" and all(one.dim() == 0 for one in (*args, *kwargs.values()) if isinstance(one, Tensor)):
-        raise LeftVmap("`roll` of a number rolls the records")
+    if name in _OF_LISTS and any(is_batched(one) and one.dim() == 0 for one in (*args, *kwargs.values())):
+        raise LeftVmap(f"`{name}` of a number takes the records for a list")
     tables = name in _TABLES and sum(map(is_batched, (*args, *kwargs.values()))) > 1
     if tables or (name in _FILLS and any(map(is_batched, _beside_input(args, kwargs)))):
         raise LeftVmap(f"`{name}` reaches the numbers of other records by an index beyond its own")
@@ -309,9 +299,7 @@ _OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "n
 #: operators for which torch's rules see the records as one table, if places in it are those of records, too
 _TABLES = frozenset({"embedding", "embedding_renorm_"})
 _FILLS = frozenset({"index_fill", "index_fill_"})
-#: what changes which memory is a tensor's: that of a record under `vmap` lies beside that of the others
-_RESIZING = "resize resize_ resize_as resize_as_ resize_as_sparse_ _resize_output_"
-_OF_STORAGE = frozenset({*_RESIZING.split(), "set", "set_", "as_strided_"})
+_OF_LISTS = frozenset({"roll", "searchsorted", "bucketize", "pad", "constant_pad_nd"})
 
 
 def is_batched(value: Any) -> bool:

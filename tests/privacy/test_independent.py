@@ -1,0 +1,50 @@
+"""No operator that may run in a pass lets a record feel another one; what runs code or is of no list may not."""
+
+import functools
+import json
+import subprocess
+import sys
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dpfl_lightning.privacy.clipping.independent import keeps_records_apart, not_plain
+
+SCRIPT = Path(__file__).parents[1] / "independent_operators.py"
+
+
+@pytest.mark.e2e
+def test_no_listed_operator_lets_a_record_feel_another_one():
+    found = json.loads(
+        subprocess.run([sys.executable, SCRIPT, "12"], check=True, capture_output=True, text=True).stdout
+    )
+    assert found["felt"] == []
+    assert found["ran"] > 400
+
+
+@pytest.mark.parametrize(
+    ("func", "known"),
+    [
+        *((torch.add, True), (Tensor.add_, True), (torch.linalg.svd, True), (torch.special.erf, True)),
+        *((Tensor.shape.__get__, True), (Tensor.grad_fn.__get__, False), (Tensor.data.__set__, False)),
+        *((Tensor.requires_grad.__set__, True), (Tensor.as_strided_, False), (torch.as_strided, True)),
+        *((Tensor.register_hook, False), (torch.quantize_per_tensor, False), (torch.segment_reduce, False)),
+    ],
+)
+def test_functions_are_known_by_name(func, known):
+    assert keeps_records_apart(func, func.__name__) == known
+
+
+class Level(IntEnum):
+    LOW = 1
+
+
+def test_arguments_are_plain_or_told():
+    plain = (1, 2.0, "mean", None, ..., slice(1, None), [torch.ones(1)], {"dim": (0, 1)}, np.float32(2), range(3))
+    assert not_plain((*plain, torch.float32, np.zeros(2), torch.ones(2, 2).max(0), torch.FloatTensor, int)) is None
+    for one in (Level.LOW, abs, functools.partial(abs), slice(Level.LOW), [{"a": object}], np.array([abs]), iter([1])):
+        assert not_plain((1, one)) is not None
