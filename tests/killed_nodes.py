@@ -20,7 +20,7 @@ from killed_commands import KILLED, Command
 from dpfl_lightning.privacy.ledger.file import is_begun, read_header
 from dpfl_lightning.runtime.digests import memory_of
 from dpfl_lightning.sites import sockets, wire
-from dpfl_lightning.sites.exchange import Released, Reply, Request, Signed
+from dpfl_lightning.sites.exchange import Released, Reply, Signed, ToNode
 from dpfl_lightning.sites.node.state import StateFolder
 from dpfl_lightning.sites.receipt import digest_of
 from dpfl_lightning.sites.terms import read_terms
@@ -99,7 +99,7 @@ class Site:
             ahead += more
         return ahead
 
-    def see(self, request: Request, signed: Signed) -> None:
+    def see(self, request: ToNode, signed: Signed) -> None:
         """Compare a reply, as it leaves, with the account."""
         receipt, reply = signed.receipt, wire.decode(Reply, memory_of(signed.reply).tobytes())
         if receipt.ledger is None:
@@ -109,11 +109,11 @@ class Site:
         if receipt.releases and receipt.ledger.chain not in [line["chain"] for line in lines]:
             self.faults.append(f"signed {receipt.ledger}, which the account lacks")
         if isinstance(reply, Released):
-            released = self.releases[request.plan, request.round]
+            released = self.releases[request.plan, request.request.round]
             released.add(digest_of(memory_of(reply.value).tobytes()))
-            paid = sum(line["round"] == request.round for line in lines)
+            paid = sum(line["round"] == request.request.round for line in lines)
             if len(released) > paid:
-                self.faults.append(f"{len(released)} releases of round {request.round}, of which {paid} are paid for")
+                self.faults.append(f"{len(released)} releases of round {request.request.round}, of which {paid} are paid for")
 
 
 class Relay:
@@ -139,7 +139,7 @@ class Relay:
                 node.sendall(request)
                 if (reply := sockets.receive(node, _MOST)) is None:
                     return
-                self._site.see(wire.decode(Request, request), wire.decode(Signed, reply))
+                self._site.see(wire.decode(ToNode, request), wire.decode(Signed, reply))
                 server.sendall(reply)
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from dpfl_lightning.sites.exchange import MOST_HEADER
 from dpfl_lightning.sites.node.accept import accept, open_study
 from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.node.state import StateFolder, kept_releases
-from dpfl_lightning.sites.server.deploy import planning_loop, terms_of, test_population
+from dpfl_lightning.sites.server.deploy import planning_loop, server_population, terms_of
 from dpfl_lightning.sites.terms import cost_of, read_terms
 from dpfl_lightning.sites.wire import digest
 
@@ -107,7 +107,7 @@ def test_a_node_without_its_own_key_is_neither_served_nor_verified(state, said):
 def test_sites_of_one_key_are_named(terms):
     sites = [terms.sites[0], terms.sites[1], dataclasses.replace(terms.sites[2], public_key=terms.sites[1].public_key)]
     with pytest.raises(UserError, match="one key of 1 and 2"):
-        test_population(configured(Path("unused")), sites)
+        server_population(configured(Path("unused")), sites)
 
 
 def test_a_limit_is_raised_by_a_word_and_never_silently(state, said, terms, tmp_path):
@@ -149,7 +149,7 @@ def test_limits_of_persons_are_said_and_plans_of_another_unit_refused(tmp_path, 
             accept(state, forged)
         with pytest.raises(UserError, match=f"`privacy.{key}` must be that of site 0, {ours}, got .?{value}"):
             server = configured(tmp_path, privacy={**sites.OF_PERSONS["privacy"], key: value})
-            test_population(server, of_persons.sites)
+            server_population(server, of_persons.sites)
 
 
 def test_gradients_of_classes_are_refused_where_persons_are_protected(tmp_path):
@@ -305,7 +305,7 @@ def test_sites_of_other_columns_are_named_with_what_differs(terms):
     ):
         other = dataclasses.replace(table, name="1", public_key=terms.sites[1].public_key, **changed)
         with pytest.raises(UserError, match=words):
-            test_population(configured(Path("unused")), [table, other])
+            server_population(configured(Path("unused")), [table, other])
 
 
 def test_a_server_of_a_table_names_its_test_set_only(tmp_path, monkeypatch, capsys):

@@ -551,7 +551,7 @@ def test_labels_of_survival_are_an_interval_and_an_event(labels, where, message)
         check_fits(ClientModule(nn.Linear(1, 4), task="survival"), people)
     assert "-100" not in str(refused.value)
     if where == "rome":
-        at_site = only(people, client=1)
+        at_site = only(people, client=1, names=("rome",))
         with pytest.raises(UserError, match=message):
             check_fits(ClientModule(nn.Linear(1, 4), task="survival"), at_site)
 

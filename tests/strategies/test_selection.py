@@ -195,11 +195,11 @@ def test_a_lost_update_has_used_its_slot(make_loop):
     loop = federation(make_loop, BiasedSelection(COHORT), seen, engine=engine)
     release, lost = engine.release, []
 
-    def failing(plan, row, *args):
-        delta = release(plan, row, *args)
-        if plan.clients[row] != 7 or lost:
+    def failing(client, request, *args):
+        delta = release(client, request, *args)
+        if client.number != 7 or lost:
             return delta
-        lost.append(plan.round)
+        lost.append(request.round)
         return delta * math.nan
 
     engine.release = failing

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,14 +14,24 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.data.records import Records
 from dpfl_lightning.federated.messages.query import ChargedQuery
 from dpfl_lightning.federated.messages.requests import Ask, Train
-from dpfl_lightning.models import check_net
-
-if TYPE_CHECKING:
-    from dpfl_lightning.federated.client.engines.engine import Engine
-    from dpfl_lightning.federated.client.local_clients import LocalClients
 
 #: what is counted: gradients of single records (one a record and step), and of these
 COUNTED = ("gradients", "clipped", "not_finite")
+
+
+class Trainer(Protocol):
+    """Computes for one client what was charged; an engine does it."""
+
+    def carry_out(self, client: Client, request: Train | Ask, charge_number: int) -> Any: ...
+
+
+class Log(Protocol):
+    """Charges the clients of this process, and keeps what they draw secret."""
+
+    def charge(self, client: int, request: Train | Ask) -> int | None:
+        """Charge what a client is asked for; return the number of its charge in the round, None if it cannot pay."""
+
+    def secret_draws(self, purpose: str, round: int) -> AbstractContextManager[None]: ...
 
 
 class HeldClients:
@@ -43,8 +54,8 @@ class HeldClients:
         self.places: dict[int, int] | Sequence[int] = (
             self.numbers if numbers is None else {number: place for place, number in enumerate(numbers)}
         )
-        self.trainer: Engine  # given before the first request
-        self.log: LocalClients
+        self.trainer: Trainer  # given before the first request
+        self.log: Log
         self.counts = torch.zeros(len(self.numbers), len(COUNTED), dtype=torch.long, device=population.y.device)
         self.personal: dict[int, Tensor] = {}
 
@@ -88,10 +99,9 @@ class Client:
         are as secret as noise.
         """
         trainer, log = self._held.trainer, self._held.log
-        check_net(log.module.net)
         if isinstance(request, Ask):
             request = replace(request, question=ChargedQuery.of(request.question))
-        number = log.budgets.charge(self.number, request)
+        number = log.charge(self.number, request)
         if number is None:
             return None
         purpose = request.question.purpose if isinstance(request, Ask) else "training"

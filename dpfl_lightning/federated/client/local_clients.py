@@ -28,6 +28,7 @@ from dpfl_lightning.federated.messages.evaluation import ClientModels, Diagnosti
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
+from dpfl_lightning.federated.messages.requests import Ask, Train
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.models import check_net
@@ -191,6 +192,10 @@ class LocalClients(RunLog):
             answers = self.engine.ask(query.only(clients), round, numbers)
         self._tell_failures(round, clients)
         return answers
+
+    def charge(self, client: int, request: Train | Ask) -> int | None:
+        check_net(self.module.net)
+        return self.budgets.charge(client, request)
 
     def client(self, number: int) -> Client:
         """One of the clients, which charges and answers what it is asked."""

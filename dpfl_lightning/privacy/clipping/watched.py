@@ -106,7 +106,7 @@ class _Checkpoint(checkpoint._checkpoint_hook):  # type: ignore[misc]
 _text_by_torch = torch._tensor_str._str
 torch._tensor_str._str = _text  # type: ignore[assignment]
 custom_function_call.functorch_table[TransformType.Vmap] = _of_function
-_COMPILED = [(torch._C.ScriptFunction, "__call__"), (torch._C.ScriptMethod, "__call__")]
+_COMPILED: list[tuple[Any, str]] = [(torch._C.ScriptFunction, "__call__"), (torch._C.ScriptMethod, "__call__")]
 _COMPILED += [(torch._C.LiteScriptModule, name) for name in ("__call__", "forward", "run_method")]
 _COMPILED += [(torch._C, "_jit_interpret_graph")]
 for _kind, _name in _COMPILED:

@@ -116,7 +116,7 @@ def offer_of(terms: Terms, state: StateFolder) -> Offer:
     return Offer(
         terms,
         client,
-        only(population, own).checked(),
+        only(population, own, names[client : client + 1]).checked(),
         options,
         facts,
         Reservation(cost.epsilon, cost.delta, client, most_numbers=0),

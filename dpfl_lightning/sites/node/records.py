@@ -71,8 +71,8 @@ def site_population(settings: Settings) -> tuple[Population, int]:
     return population, names.index(settings.client)
 
 
-def only(population: Population, client: int) -> Population:
-    """Return the records of one client alone, without its name: the plan knows it by another."""
+def only(population: Population, client: int, names: tuple[str, ...]) -> Population:
+    """Return the records of one client alone; `names` has its name in the plan, or is empty."""
     train, held_out = [population.train_of[client]], [population.held_out_of[client]]
-    parts: dict[str, Any] = {"train_of": train, "held_out_of": held_out, "names": ()}
+    parts: dict[str, Any] = {"train_of": train, "held_out_of": held_out, "names": names}
     return dataclasses.replace(population, **parts, test=None, public=None, groups=None)

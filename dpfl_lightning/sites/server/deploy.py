@@ -51,7 +51,7 @@ class AtSites:
         return RemoteClients(test, module, privacy, self.sites, self.nodes)
 
 
-def test_population(options: Options, sites: Sequence[Site]) -> Population:
+def server_population(options: Options, sites: Sequence[Site]) -> Population:
     """Return the test set that `data.*` names, in the form of the sites' records; it may be empty, and has no clients.
 
     Raises UserError if the records of the sites or the test set differ in form, two sites have one key, or the run
@@ -92,7 +92,7 @@ def with_columns(options: Options, sites: Sequence[Site]) -> Options:
 def planning_loop(options: Options, sites: Sequence[Site]) -> FederatedLoop:
     """Return the loop of a configuration over these sites, to plan the run only."""
     options = with_columns(options, sites)
-    return build_loop(options, population=test_population(options, sites), remote=AtSites(sites))
+    return build_loop(options, population=server_population(options, sites), remote=AtSites(sites))
 
 
 def export(loop: FederatedLoop, sites: Sequence[Site], file: str) -> Terms:
@@ -113,7 +113,7 @@ def loop_over(options: Options, sites: Sites, more: Sequence[Strategy | Callback
     terms = sites.terms
     check_version(terms)
     options = with_columns(options, terms.sites)
-    loop = build_loop(options, more, test_population(options, terms.sites), AtSites(terms.sites, sites))
+    loop = build_loop(options, more, server_population(options, terms.sites), AtSites(terms.sites, sites))
     loop.plan_schedule()
     check_deployable(loop)
     if personal := ", ".join(loop.module.personal):
