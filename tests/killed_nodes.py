@@ -113,7 +113,9 @@ class Site:
             released.add(digest_of(memory_of(reply.value).tobytes()))
             paid = sum(line["round"] == request.request.round for line in lines)
             if len(released) > paid:
-                self.faults.append(f"{len(released)} releases of round {request.request.round}, of which {paid} are paid for")
+                self.faults.append(
+                    f"{len(released)} releases of round {request.request.round}, of which {paid} are paid for"
+                )
 
 
 class Relay:

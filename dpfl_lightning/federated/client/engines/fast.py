@@ -119,8 +119,12 @@ class FastEngine(SerialEngine):
         return {client: answer for client, answer in answers.items() if client not in self.failed}
 
     def carry_out(self, client: Client, request: Train | Ask, charge_number: int) -> Any:
-        work = functools.partial(SerialEngine.carry_out, client=client, request=request, charge_number=charge_number)
-        ((_, released),) = self._side_by_side(lambda seat, _: work(seat), range(1))
+        def work(seat: SerialEngine, _: int) -> Any:
+            if isinstance(request, Train) and seat.may_share(request):
+                return one_batch.of_a_batch(seat, [client], [request], [charge_number])[0]
+            return SerialEngine.carry_out(seat, client, request, charge_number)
+
+        ((_, released),) = self._side_by_side(work, range(1))
         return released
 
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:

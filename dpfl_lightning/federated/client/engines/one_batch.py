@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.client import Client
 from dpfl_lightning.federated.client.engines.engine import count_outcomes, may_share
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule, dp_step
-from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
-from dpfl_lightning.federated.messages.requests import train_request
+from dpfl_lightning.federated.messages.plan import ClassGradients, Job, RoundPlan
+from dpfl_lightning.federated.messages.requests import Train, train_request
 from dpfl_lightning.privacy.clipping.inputs import joined
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.clipping.state import tensors_restored
@@ -28,7 +29,7 @@ def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
     Groups follow from the clients' numbers, the size of the module and the job. The bits of a release therefore depend
     neither on workers and memory nor on other groups.
     """
-    most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * _rows_of_sums(plan))))
+    most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * _rows_of_sums(plan.job))))
     found = defaultdict(list)
     for row, client in enumerate(plan.clients):
         mechanism = plan.mechanism_of[row]
@@ -47,10 +48,12 @@ def releases(
 
     **Privacy** The failed batch has released nothing, so that only the second noise and draw of a client are seen.
     """
-    if len(rows) == 1:
+    clients = [engine.clients[plan.clients[row]] for row in rows]
+    requests = [train_request(plan, row, models) for row in rows]
+    if not engine.may_share(requests[0]):
         return list(engine.one_by_one(plan, rows, models, charge_numbers))
     try:
-        return _of_a_batch(engine, plan, rows, models, charge_numbers)
+        return of_a_batch(engine, clients, requests, [charge_numbers[row] for row in rows])
     except UserError:
         raise
     except Exception:  # a user's model and records may raise anything
@@ -61,22 +64,21 @@ def releases(
 
 
 @torch.no_grad()  # in any thread
-def _of_a_batch(
-    engine: SerialEngine, plan: RoundPlan, rows: Sequence[int], models: Tensor, charge_numbers: Sequence[int]
+def of_a_batch(
+    engine: SerialEngine, clients: Sequence[Client], requests: Sequence[Train], charge_numbers: Sequence[int]
 ) -> list[Tensor]:
-    clients = [engine.clients[plan.clients[row]] for row in rows]
-    requests = [train_request(plan, row, models) for row in rows]
-    numbers = [charge_numbers[row] for row in rows]
-    tasks, starts, drawn = zip(*map(engine.local_task, clients, requests, numbers), strict=True)
+    """The releases of clients that may share a batch, also of one alone: its bits are those among others."""
+    tasks, starts, drawn = zip(*map(engine.local_task, clients, requests, charge_numbers), strict=True)
     xs, ys = zip(*(batches[0] for batches in drawn), strict=True)
-    x, y, num_rows, job = joined(xs), torch.cat(ys), _rows_of_sums(plan), plan.job
-    owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(labels) for labels in ys]))
+    job = requests[0].job
+    x, y, num_rows = joined(xs), torch.cat(ys), _rows_of_sums(job)
+    owner = torch.repeat_interleave(torch.arange(len(clients)), torch.tensor([len(labels) for labels in ys]))
     owner = sent(owner, y.device)
     params = engine.module.unflatten(starts[0])
     clip_norm, group, parameters = requests[0].sampler().clip_norm, owner, None
     if isinstance(job, ClassGradients):
         x, group, parameters = job.augmented(x, y, engine.checked.passes.rows), owner * num_rows + y, job.parameters
-    request = ClipRequest(clip_norm, tasks[0].mechanism.clip_order, group, len(rows) * num_rows, parameters)
+    request = ClipRequest(clip_norm, tasks[0].mechanism.clip_order, group, len(clients) * num_rows, parameters)
     with tensors_restored(engine.module.net):
         sums, norms = engine.clipped_sum(params, x, y, request)
     parts = zip(tasks, starts, sums.split(num_rows), ys, clients, strict=True)
@@ -97,6 +99,6 @@ def _of_a_batch(
     return released
 
 
-def _rows_of_sums(plan: RoundPlan) -> int:
+def _rows_of_sums(job: Job) -> int:
     """G: rows of one client's sums, one or one for each class."""
-    return plan.job.num_classes if isinstance(plan.job, ClassGradients) else 1
+    return job.num_classes if isinstance(job, ClassGradients) else 1

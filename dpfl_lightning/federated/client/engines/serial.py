@@ -167,7 +167,7 @@ class SerialEngine:
 
     def local_task(self, client: Client, request: Train, charge_number: int) -> tuple[LocalTask, Tensor, DrawnBatches]:
         """A client's task in the round, its start `[P]` and its batches. All records are drawn here."""
-        mechanism, records, shared = request.mechanism, client.records, self._may_share(request)
+        mechanism, records, shared = request.mechanism, client.records, self.may_share(request)
         start = self.personalised(request.model, client.number)
         stream = self.streams.generator("sampling", request.round, client.number, charge_number)
         sampler = request.sampler(self.sampling)
@@ -186,7 +186,8 @@ class SerialEngine:
         )
         return task, start, DrawnBatches(records, draws)
 
-    def _may_share(self, request: Train) -> bool:
+    def may_share(self, request: Train) -> bool:
+        """Whether the client may share a batch with others."""
         return may_share(self.module, request.mechanism, request.steps, request.optimizer)
 
     def change(self, client: Client, start: Tensor, end: Tensor) -> Tensor:
