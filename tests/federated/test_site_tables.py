@@ -299,7 +299,7 @@ def population_with(folder, aarhus, table, **given):
     data = {"class_path": "dpfl_lightning.Population.from_dataframe", "init_args": arguments}
     model = {"model": {"name": "logistic"}, "clients": {"count": 1}}
     options = from_mapping({"data": data, "privacy": {"epsilon": 2}, **model})
-    return planning_loop(options, [aarhus[1]]).clients.population
+    return planning_loop(options, [aarhus[1]]).population
 
 
 @pytest.mark.parametrize("given", [{}, {"features": FEATURES[::-1]}], ids=["by name", "features in another order"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ from dpfl_lightning.privacy.accounting.events import noised_steps
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
 from dpfl_lightning.privacy.ledger.file import Head, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, check_resumed
+
+
+@contextmanager
+def closed_on_error(log: RunLog | Ledger) -> Iterator[None]:
+    """Close a log if an error is raised: another run may then write it, in this process, too."""
+    try:
+        yield
+    except BaseException:
+        log.close()
+        raise
 
 
 class RunLog:
@@ -85,19 +96,20 @@ class RunLog:
         account = None if holders is None else holders.enter(plan, (earlier or header).run, self.folder, ended)
         checkpoint = None if saved is None else Head(**saved["ledger"])
         self.ledger = Ledger(self.folder.ledger_file, header, checkpoint, account)
-        self.budgets = Budgets(
-            plan.schedule,
-            self.ledger,
-            accountant,
-            self.sampling,
-            self.simulated or self.privacy is None,
-            plan.caveats,
-            self.unprotected,
-            self.name_of,
-            self.most_records,
-            account,
-            bounding_events(plan, self.privacy),
-        )
+        with closed_on_error(self.ledger):
+            self.budgets = Budgets(
+                plan.schedule,
+                self.ledger,
+                accountant,
+                self.sampling,
+                self.simulated or self.privacy is None,
+                plan.caveats,
+                self.unprotected,
+                self.name_of,
+                self.most_records,
+                account,
+                bounding_events(plan, self.privacy),
+            )
         return earlier is not None
 
     def warn_of_a_second_start(self) -> None:

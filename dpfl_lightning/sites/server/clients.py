@@ -22,7 +22,7 @@ from dpfl_lightning.federated.client.checks import check_fits
 from dpfl_lightning.federated.client.evaluation import TestScorer, evaluate
 from dpfl_lightning.federated.client.identity import deciding_options, identity
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.client.run_log import RunLog
+from dpfl_lightning.federated.client.run_log import RunLog, closed_on_error
 from dpfl_lightning.federated.messages.clients import LostClients, RunPlan
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation
 from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
@@ -203,6 +203,11 @@ class RemoteClients(RunLog):
             raise
         if known and saved is None:
             self.warn_of_a_second_start()
+        with closed_on_error(self):
+            self._compare_accounts(folder)
+
+    def _compare_accounts(self, folder: Path) -> None:
+        """Write down what the nodes say that they have paid for. See `_record`."""
         self._receipts = read_receipts(folder, self._keys)
         for client in sorted(self.ledger.payers() - self._receipts.keys()):
             must = f"lie beside ledger.jsonl, with what the node of client {self.name_of(client)} has signed"
