@@ -107,7 +107,7 @@ def cut_at(loop, round: int) -> None:
 
     def failing(plan, models, numbers, raw_weights):
         if plan.round == round:
-            engine.release(engine.clients[plan.clients[0]], train_request(plan, 0, models), numbers[0])
+            engine.release(engine.clients.client(plan.clients[0]), train_request(plan, 0, models), numbers[0])
             raise PowerCut
         return train(plan, models, numbers, raw_weights)
 

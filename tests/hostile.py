@@ -40,7 +40,7 @@ HOSTILE = {
     "a higher rate": lambda terms, ask: ask(mechanism=dataclasses.replace(mechanism(ask), sample_rate=1.0)),
     "more steps": lambda terms, ask: ask(steps=100),
     "another clip norm": lambda terms, ask: ask(mechanism=dataclasses.replace(mechanism(ask), clip_norm=2.0)),
-    "another divisor": lambda terms, ask: ask(mechanism=dataclasses.replace(mechanism(ask), expected_batch_size=1.0)),
+    "a larger divisor": lambda terms, ask: ask(mechanism=dataclasses.replace(mechanism(ask), expected_batch_size=1e9)),
     "another optimiser": lambda terms, ask: ask(optimizer=OPTIMIZERS["adam"]()),
     "another purpose": lambda terms, ask: ask(purpose="evaluate"),
     "training paid as a choice": lambda terms, ask: ask(purpose="select"),

@@ -188,7 +188,7 @@ class Harness:
         """Return the rows that the engine draws for each step of one client, and how many all its batches hold."""
         self._attempt += 1
         plan = self._plan([name], mechanism, steps, 1.0, False, LocalTraining(), 1)
-        client, request = self.engine.clients[plan.clients[0]], train_request(plan, 0, self.start.expand(1, -1))
+        client, request = self.engine.clients.client(plan.clients[0]), train_request(plan, 0, self.start.expand(1, -1))
         batches = self.engine.local_task(client, request, self._attempt)[2]
         return list(batches.draws), sum(len(y) for _, y in batches)
 

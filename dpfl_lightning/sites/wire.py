@@ -35,7 +35,7 @@ from dpfl_lightning.sites import exchange, receipt
 
 T = TypeVar("T")
 
-VERSION = 2
+VERSION = 3
 PREFIX = struct.Struct("<4sIQQ")  # magic, version, bytes of the header, bytes of the numbers
 _MAGIC = b"DPFL"
 _MOST_DIMENSIONS = 16

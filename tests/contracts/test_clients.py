@@ -1,17 +1,25 @@
 """A client releases the same bits among others, alone, and for requests that have crossed as bytes."""
 
+import dataclasses
+from types import SimpleNamespace
+
 import pytest
 import torch
-from conftest import EVERY_ENGINE, PowerCut
+from conftest import EVERY_ENGINE, PowerCut, private
 
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.messages.query import ChargedQuery, SelectModel
-from dpfl_lightning.federated.messages.requests import Ask, train_request
+from dpfl_lightning.federated.messages.requests import Ask, Train, train_request
 from dpfl_lightning.federated.server.view import ServerState
+from dpfl_lightning.federated.transport.ranked import RankedEngine
 from dpfl_lightning.papers.baselines.ifca import Ifca
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism
+from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import ToNode
 
@@ -80,3 +88,54 @@ def test_a_client_alone_answers_as_among_others(way, make_loop):
     answer = clients.ask(ChargedQuery.of(question), 1)[1]
     alone, same = asked(make_loop(parts=[Ifca()], rounds=1))
     assert alone.client(1).handle(WAYS[way](Ask(1, same))) == answer
+
+
+def test_a_question_names_the_asked_client_alone(make_loop):
+    loop = make_loop(parts=[Ifca()], rounds=1)
+    clients, _, models = begun(loop)
+    mechanisms = {client: ExponentialMechanism(1.0) for client in (0, 1)}
+    question = SelectModel(mechanism_of=mechanisms, models=models.repeat(2, 1), loss_bound=2.0)
+    with pytest.raises(ValueError, match="client 1 must name it alone"):
+        clients.client(1).handle(Ask(1, question))
+    assert read_ledger(clients.folder.ledger_file) == []
+
+
+def test_a_request_is_of_a_known_kind(make_loop):
+    class Louder(Train):
+        pass
+
+    clients, view, models = begun(make_loop())
+    request = train_request(view.plan(), 0, models)
+    with pytest.raises(TypeError, match="the framework's jobs"):
+        clients.client(0).handle(Louder(**vars(request)))
+    assert read_ledger(clients.folder.ledger_file) == []
+
+
+def test_gradients_of_classes_of_persons_are_refused_before_a_charge(make_loop):
+    persons = torch.arange(40) // 2
+    x, y = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
+    people = Population.from_datasets([(x, y)] * 4, held_out=0.0, num_classes=3, persons=[persons] * 4)
+    privacy = private(unit="person", rows_per_person=2)
+    clients, view, models = begun(make_loop(population=people, privacy=privacy))
+    request = dataclasses.replace(train_request(view.plan(), 0, models), job=ClassGradients(3))
+    with pytest.raises(UserError, match="be record with gradients of classes"):
+        clients.client(0).handle(request)
+    assert read_ledger(clients.folder.ledger_file) == []
+
+
+def test_every_rank_has_the_chosen_rows_of_persons(make_loop):
+    persons, generator = torch.arange(40) // 2, torch.Generator().manual_seed(0)
+    x, y = torch.randn(40, 6, generator=generator), torch.arange(40) % 3
+    people = Population.from_datasets([(x, y)] * 4, held_out=0.4, num_classes=3, persons=[persons] * 4)
+    full, privacy = ClientOptions(count=4, batch_size=None), private(unit="person", rows_per_person=2)
+    loop = make_loop(population=people, privacy=privacy, clients=full)
+    chosen = loop.population.chosen(b"0" * 32)
+    other = RankedEngine(ENGINES["serial"](), SimpleNamespace(rank=1, size=2, cores=1))
+    other.take(loop.module, loop.population)
+    net = loop.module.net.state_dict()
+    other._set_up(0, Streams(), "poisson", net, 1, (chosen.units, chosen.held_out_units))
+    for client in range(4):
+        records = other.clients.client(client).records
+        everyone = torch.arange(len(records))
+        assert torch.equal(records.held_out()[1], chosen.held_out(client)[1])
+        assert torch.equal(records.batch(everyone)[1], chosen.records(client, everyone)[1])

@@ -83,6 +83,21 @@ def test_a_failed_batch_does_not_change_the_bits_of_a_client(make_loop, failing)
     torch.testing.assert_close(*models, rtol=1e-6, atol=1e-6)
 
 
+def test_one_error_of_a_client_that_is_alone_in_its_batch_leaves_it_out(make_loop, monkeypatch):
+    local_task, failed = SerialEngine.local_task, []
+
+    def broken_once(self, client, *args):
+        if client.number == 1 and not failed:
+            failed.append(client)
+            raise OSError("a disk, once")
+        return local_task(self, client, *args)
+
+    monkeypatch.setattr(SerialEngine, "local_task", broken_once)
+    monkeypatch.setattr(one_batch, "MOST_CLIENTS", 1)
+    with pytest.warns(UserNotice, match=r"round 1: clients failed.*: 1 \(OSError\)"):
+        assert make_loop(engine=ENGINES["fast"](), **ONE_STEP).run().finished
+
+
 def test_an_error_of_a_batch_that_is_of_no_client_ends_the_run(make_loop, monkeypatch):
     def broken(*args):
         raise IndexError("of the batch")

@@ -97,6 +97,12 @@ def test_other_strategies_have_the_bits_of_the_simulation_too(tmp_path, strategy
     assert torch.equal(model, expected)
 
 
+def test_a_strategy_that_divides_by_fewer_records_has_the_bits_of_a_simulation(tmp_path):
+    fixed = {**FEW_IMAGES, "sampling": "fixed", "records_per_class": 8}
+    models = compared(tmp_path, strategies={"distillation": fixed}, model=NET, rounds=1)
+    assert torch.equal(*models)
+
+
 def over_flower(paths, monkeypatch):
     """Channels over Flower, which `fake_flower` stands for: SuperNodes with our client app, and these sockets."""
     monkeypatch.setattr(flower, "POLL", 0.01)

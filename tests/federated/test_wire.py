@@ -119,7 +119,7 @@ def test_only_known_values_can_be_sent():
         ("float32", "complex64"),
         ('"job": {"kind": "LocalTraining"}', '"job": {"kind": "GaussianEvent"}'),
         ('"job": {"kind": "LocalTraining"}', '"job": ' + "[" * 50_000 + "]" * 50_000),
-        ('"dpfl": 2', '"dpfl": 3'),
+        ('"dpfl": 3', '"dpfl": 2'),
     ],
 )
 def test_a_changed_header_is_refused(old, new):
@@ -135,7 +135,7 @@ def test_lengths_are_checked_before_anything_is_read():
         content[:-1],
         content + b"\0",
         b"XXXX" + content[4:],
-        content[:4] + b"\3" + content[5:],
+        content[:4] + b"\2" + content[5:],
     ):
         with pytest.raises(wire.WireError):
             wire.decode(ToNode, wrong)

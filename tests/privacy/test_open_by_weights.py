@@ -48,6 +48,27 @@ class Handled(Ordinary):
         return torch.overrides.handle_torch_function(mixing, (h,), h)
 
 
+class NamedAdd:
+    """Code with the name of a listed operator, as a method and as an object."""
+
+    __name__ = "add"
+
+    def add(self, h):
+        return mixing(h)
+
+    __call__ = add
+
+
+class HandledMethod(Ordinary):
+    def changed(self, h, x):
+        return torch.overrides.handle_torch_function(NamedAdd().add, (h,), h)
+
+
+class HandledObject(Ordinary):
+    def changed(self, h, x):
+        return torch.overrides.handle_torch_function(NamedAdd(), (h,), h)
+
+
 wrapped = torch.overrides.wrap_torch_function(lambda h: (h,))(mixing)
 
 
@@ -260,7 +281,20 @@ def opened(net: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "kind",
     [
-        *(DebugUnwrap, Handled, Wrapped, Scripted, Rolled, RolledByName, Grown, Shrunk, Strided, FilledByName),
+        *(
+            DebugUnwrap,
+            Handled,
+            HandledMethod,
+            HandledObject,
+            Wrapped,
+            Scripted,
+            Rolled,
+            RolledByName,
+            Grown,
+            Shrunk,
+            Strided,
+            FilledByName,
+        ),
         *(DataSet, OwnGenerator, Negated, NegatedData, Tried, ChangedInputs, Packed, HeldClass),
         *(pytest.param(further(what), id=what) for what in FURTHER),
     ],

@@ -24,7 +24,7 @@ from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.stopping import check_starter
 from dpfl_lightning.runtime.text import at_most
 
-_KNOWN = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, *MECHANISMS, type(None)}
+_KNOWN = {RoundPlan, Train, LocalTraining, ClassGradients, ClassAugmentation, *MECHANISMS, type(None)}
 NameOf = Callable[[int], str]  # the name of a client, for messages
 _SHOWN = "shown"  # purpose of what is shown without noise, in the ledger
 _FOREIGN = (
@@ -117,10 +117,13 @@ class Budgets:
 
     def charge(self, client: int, request: Train | Ask) -> int | None:
         """Charge what one client is asked for. Returns the number of its charge in the round; None if it cannot pay."""
-        if isinstance(request, Ask):
+        if type(request) is Ask:
+            if request.question.clients != (client,):
+                raise ValueError(f"a question to client {client} must name it alone, got {request.question.clients}")
             _, numbers = self.charge_query(request.question, request.round)
             return next(iter(numbers), None)
-        _require_known(request.job, request.mechanism)
+        assert isinstance(request, Train)  # for mypy
+        _require_known(request.job, request.mechanism, request)
         event = request.sampler(self.sampling).event
         return self._charge(request.round, request.purpose, {client: event}).get(client)
 

@@ -14,6 +14,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.data.records import Records
 from dpfl_lightning.federated.messages.query import ChargedQuery
 from dpfl_lightning.federated.messages.requests import Ask, Train
+from dpfl_lightning.runtime.devices import sent
 
 #: what is counted: gradients of single records (one a record and step), and of these
 COUNTED = ("gradients", "clipped", "not_finite")
@@ -59,8 +60,13 @@ class HeldClients:
         self.counts = torch.zeros(len(self.numbers), len(COUNTED), dtype=torch.long, device=population.y.device)
         self.personal: dict[int, Tensor] = {}
 
-    def __getitem__(self, number: int) -> Client:
+    def client(self, number: int) -> Client:
         return Client(number, Records(self.population, self.places[number]), self)
+
+    def count_gradients(self, clients: Sequence[Client], outcomes: Tensor) -> None:
+        """Add the numbers of gradients that `COUNTED` names, `[len(clients), 3]`. Private."""
+        places = torch.tensor([self.places[client.number] for client in clients])
+        self.counts.index_add_(0, sent(places, self.counts.device), outcomes)
 
     def chosen(self, key: bytes) -> HeldClients:
         """Return these clients with the rows of each person that releases use; see `Population.chosen`."""
@@ -93,14 +99,16 @@ class Client:
         """Charge, compute, noise and return one release; None if the plan has none left for this purpose.
 
         Returns a noisy update `[P]`, class gradients `[G, p]`, or an answer. Raises the error of a computation that was
-        charged and failed.
+        charged and failed. One thread at a time may call it.
 
         **Privacy** One event of the plan. Its charge is on disk before anything is computed; then draws of the model
         are as secret as noise.
         """
         trainer, log = self._held.trainer, self._held.log
         if isinstance(request, Ask):
-            request = replace(request, question=ChargedQuery.of(request.question))
+            question = request.question
+            charged = question if isinstance(question, ChargedQuery) else ChargedQuery.of(question)
+            request = replace(request, question=charged)
         number = log.charge(self.number, request)
         if number is None:
             return None
@@ -117,7 +125,3 @@ class Client:
         """Keep these personal parameters, if there are any."""
         if personal is not None:
             self._held.personal[self.number] = personal.to(self._held.counts.device)
-
-    def count(self, outcomes: Tensor) -> None:
-        """Add the numbers of gradients that `COUNTED` names, `[3]`. Private."""
-        self._held.counts[self._held.places[self.number]] += outcomes

@@ -87,7 +87,7 @@ def evaluate(
     return Evaluation(_mean(clients if population.test is None else tests), tuple(clients), constant)
 
 
-class TestScorer:
+class PlainScorer:
     """Computes what an evaluation on a test set needs where no client is: the outputs of models, in one thread."""
 
     workers = 1

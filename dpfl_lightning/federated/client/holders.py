@@ -44,7 +44,8 @@ class DataHolders:
         """The account of the data holders; None for public data and without protection."""
         chosen = None if self.privacy is None or self.simulated else self.privacy.account
         public = chosen == AUTO and bool(self.held.population.origin)
-        if chosen is None or public or not self._with_records():
+        population = self.held.population
+        if chosen is None or public or not any(map(len, (*population.train_of, *population.held_out_of))):
             return None
         return PrivacyAccount(users_file() if chosen == AUTO else Path(chosen).expanduser())
 

@@ -26,7 +26,7 @@ from dpfl_lightning.federated.client.run_log import RunLog
 from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Diagnostics, Evaluation
 from dpfl_lightning.federated.messages.facts import Facts
-from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, Job, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.requests import Ask, Train
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -168,12 +168,15 @@ class LocalClients(RunLog):
 
     def accept(self, plan: RoundPlan) -> RoundPlan:
         check_net(self.module.net)  # a callback may have changed the mode of a BatchNorm
-        by_class = self.population.rows_per_person is not None and isinstance(plan.job, ClassGradients)
-        advice = "Rows of a person may have several classes."
-        require(not by_class, "privacy.unit", "be record with gradients of classes", "person", advice)
+        self._require_job(plan.job)
         plan, numbers = self.budgets.charge_round(plan)
         self._accepted, self._counts_before = (plan, numbers), self.held.counts.clone()
         return plan
+
+    def _require_job(self, job: Job) -> None:
+        by_class = self.population.rows_per_person is not None and isinstance(job, ClassGradients)
+        advice = "Rows of a person may have several classes."
+        require(not by_class, "privacy.unit", "be record with gradients of classes", "person", advice)
 
     def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
         accepted, self._accepted = self._accepted, None
@@ -195,11 +198,16 @@ class LocalClients(RunLog):
 
     def charge(self, client: int, request: Train | Ask) -> int | None:
         check_net(self.module.net)
+        if isinstance(request, Ask):
+            assert isinstance(request.question, ChargedQuery), "a question is copied before it is charged"
+            check_answerable(request.question, of_persons=self.population.rows_per_person is not None)
+        else:
+            self._require_job(request.job)
         return self.budgets.charge(client, request)
 
     def client(self, number: int) -> Client:
         """One of the clients, which charges and answers what it is asked."""
-        return self.held[number]
+        return self.held.client(number)
 
     def _tell_failures(self, round: int, clients: Sequence[int]) -> None:
         """Warn of the clients that failed, whose errors are kept in the folder; raise the error if all of them did.

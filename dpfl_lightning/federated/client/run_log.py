@@ -91,10 +91,10 @@ class RunLog:
             identity=sealed,
             run=run_of(data_key),
         )
+        checkpoint = None if saved is None else Head(**saved["ledger"])
         if earlier is not None:  # before the account hears of it: what is refused must not change who has paid
             check_resumed(self.folder.ledger_file, earlier, header)
         account = None if holders is None else holders.enter(plan, (earlier or header).run, self.folder, ended)
-        checkpoint = None if saved is None else Head(**saved["ledger"])
         self.ledger = Ledger(self.folder.ledger_file, header, checkpoint, account)
         with closed_on_error(self.ledger):
             self.budgets = Budgets(

@@ -19,8 +19,8 @@ class Train:
 
     Args:
         purpose: the line of the client's schedule that pays.
-        mechanism, steps: clip norm, noise and sampling of each of the steps. They are those that the client has planned
-            for the purpose: it charges its own, and refuses others.
+        mechanism, steps: clip norm, noise and sampling of each of the steps, as the client has planned them for the
+            purpose. A node refuses others, but for a smaller divisor.
         anchor: parameters `[P]` to which each step is pulled with strength `pull`.
         optimizer: of the steps; None is the one that the client's module configures.
 

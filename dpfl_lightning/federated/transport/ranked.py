@@ -81,7 +81,8 @@ class RankedEngine:
     ) -> None:
         self.take(module, population)
         self._held = clients
-        work = (streams, sampling, module.net.state_dict(), torch.get_num_threads(), population.units)
+        units = population.units, population.held_out_units
+        work = (streams, sampling, module.net.state_dict(), torch.get_num_threads(), units)
         everyone = [(rank,) for rank in range(self.ranks.size)]
         (workers, identity), *others = self._on_all("_set_up", everyone, *work)
         self.clipped_sum, self.description = self.inner.clipped_sum, self.inner.description
@@ -175,12 +176,12 @@ class RankedEngine:
         sampling: str,
         net: dict[str, Tensor],
         threads: int,
-        units: list[Tensor] | None,
+        units: tuple[list[Tensor] | None, list[Tensor] | None],
     ) -> tuple[int | None, dict[str, str]]:
         self.module.net.load_state_dict(net)  # includes parameters that are not trained, which may differ between ranks
-        if units is not None:  # chosen by the key of rank 0
-            units = [rows.to(self.module.device) for rows in units]
-            self.population = dataclasses.replace(self.population, units=units)
+        if units[0] is not None:  # chosen by the key of rank 0
+            train, held_out = ([rows.to(self.module.device) for rows in one or ()] for one in units)
+            self.population = dataclasses.replace(self.population, units=train, held_out_units=held_out)
         self.inner.setup(self.module, self.population, streams, sampling, self._held)
         torch.set_num_threads(threads)  # the number of threads within an operator affects bits
         return self.inner.workers, equal_ranks(self.inner, self.module)

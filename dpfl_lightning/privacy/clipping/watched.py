@@ -11,14 +11,22 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from types import FunctionType
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    GetSetDescriptorType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    ModuleType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import custom_function_call
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -129,12 +137,30 @@ def _require_no_code(func: Any, types: Any, values: Sequence[Any]) -> None:
 def _is_of_torch(func: Any) -> bool:
     """Return whether a function, and each one that it wraps, is torch's: others may be given to its dispatcher."""
     while func is not None:
-        if isinstance(func, FunctionType) and not func.__globals__.get("__name__", "").startswith("torch"):
+        if not _home_of(func).startswith("torch"):
             return False
         func = getattr(func, "__wrapped__", None)
     return True
 
 
+def _home_of(func: Any) -> str:
+    """Return the module of a function, or of the class of a method of C; "" for objects and what is bound to one."""
+    kind = type(func)
+    if kind is FunctionType:
+        return str(func.__globals__.get("__name__", ""))
+    if kind in (OpOverload, OpOverloadPacket) or isinstance(func, HigherOrderOperator):
+        return "torch"
+    if kind is MethodWrapperType:  # of an attribute
+        func, kind = func.__self__, type(func.__self__)
+    owner = func.__self__ if kind is BuiltinFunctionType else getattr(func, "__objclass__", None)
+    if kind is BuiltinFunctionType and owner is None:
+        return str(func.__module__)
+    if kind not in _OF_C or not isinstance(owner, type | ModuleType):
+        return ""
+    return owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
+
+
+_OF_C = frozenset({BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType})
 _TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 

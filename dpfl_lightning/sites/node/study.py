@@ -182,6 +182,9 @@ class Study:
         if not isinstance(event, NoisedEvent) or event.counts_held_out:
             raise NotPlanned("event")
         mechanism = mechanism_of(event, self._plan.settings[self.client.number].clip_norm, self._records)
+        divisor = request.mechanism.expected_batch_size  # a strategy that draws fewer records may have a smaller one
+        if divisor <= mechanism.expected_batch_size:
+            mechanism = dataclasses.replace(mechanism, expected_batch_size=divisor)
         planned = mechanism, event.steps, self._plan.optimizer
         if (request.mechanism, request.steps, request.optimizer) != planned:
             raise NotPlanned("mechanism")

@@ -19,7 +19,7 @@ from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.client.checks import check_fits
-from dpfl_lightning.federated.client.evaluation import TestScorer, evaluate
+from dpfl_lightning.federated.client.evaluation import PlainScorer, evaluate
 from dpfl_lightning.federated.client.identity import deciding_options, identity
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.client.run_log import RunLog, closed_on_error
@@ -33,6 +33,7 @@ from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
 from dpfl_lightning.privacy.ledger.ledger import Charge
 from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.runtime.devices import use_exact_products
 from dpfl_lightning.sites import signed, sockets, wire
 from dpfl_lightning.sites.exchange import (
     MOST_ANSWER,
@@ -142,10 +143,12 @@ class RemoteClients(RunLog):
         site_list: Sequence[Site],
         nodes: Sites | None = None,
     ) -> None:
+        if module.device.type == "cuda":
+            use_exact_products()
         check_fits(module, test)
         super().__init__(privacy, client_names(site_list), test.caveats)
         self.test, self.module, self.device = test, module, module.device
-        self._scorer = TestScorer(module, test)
+        self._scorer = PlainScorer(module, test)
         self._baseline: Mapping[str, float | None] | None = None  # known after the first evaluation
         self._keys = [site.public_key for site in site_list]
         self._node_of: dict[int, Channel] = {}

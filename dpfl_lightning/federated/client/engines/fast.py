@@ -109,12 +109,12 @@ class FastEngine(SerialEngine):
 
     def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
         self.failed.clear()
-        done = self._side_by_side(
-            lambda seat, row: seat.attempt(
-                query.clients[row], seat.answer, seat.clients[query.clients[row]], query, round, charge_numbers[row]
-            ),
-            range(len(charge_numbers)),
-        )
+
+        def work(seat: SerialEngine, row: int) -> object:
+            client = seat.clients.client(query.clients[row])
+            return seat.attempt(client.number, seat.answer, client, query, round, charge_numbers[row])
+
+        done = self._side_by_side(work, range(len(charge_numbers)))
         answers = {query.clients[row]: answer for row, answer in sorted(done, key=itemgetter(0))}
         return {client: answer for client, answer in answers.items() if client not in self.failed}
 

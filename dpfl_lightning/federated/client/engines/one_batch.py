@@ -48,12 +48,15 @@ def releases(
 
     **Privacy** The failed batch has released nothing, so that only the second noise and draw of a client are seen.
     """
-    clients = [engine.clients[plan.clients[row]] for row in rows]
+    clients = [engine.clients.client(plan.clients[row]) for row in rows]
     requests = [train_request(plan, row, models) for row in rows]
     if not engine.may_share(requests[0]):
         return list(engine.one_by_one(plan, rows, models, charge_numbers))
+    numbers = [charge_numbers[row] for row in rows]
+    if len(rows) == 1:
+        return engine.attempt(clients[0].number, of_a_batch, engine, clients, requests, numbers) or [None]
     try:
-        return of_a_batch(engine, clients, requests, [charge_numbers[row] for row in rows])
+        return of_a_batch(engine, clients, requests, numbers)
     except UserError:
         raise
     except Exception:  # a user's model and records may raise anything
@@ -94,8 +97,7 @@ def of_a_batch(
         ]
     counts = count_outcomes(norms, clip_norm)
     of_client = counts.new_zeros(len(clients), counts.shape[1]).index_add_(0, owner, counts)
-    for client, outcomes in zip(clients, of_client, strict=True):
-        client.count(outcomes)
+    engine.clients.count_gradients(clients, of_client)
     return released
 
 

@@ -88,7 +88,7 @@ class SerialEngine:
     ) -> Iterator[Tensor | None]:
         """Yield the releases of these rows of the plan; None if the client fails."""
         for row in rows:
-            client, request = self.clients[plan.clients[row]], train_request(plan, row, models)
+            client, request = self.clients.client(plan.clients[row]), train_request(plan, row, models)
             yield self.attempt(client.number, self.release, client, request, charge_numbers[row])
 
     def attempt(self, client: int, work: Callable[..., T], *args: Any) -> T | None:
@@ -105,7 +105,7 @@ class SerialEngine:
         self.failed.clear()
         pairs = zip(query.clients, charge_numbers, strict=True)
         answers = {
-            number: self.attempt(number, self.answer, self.clients[number], query, round, charge_number)
+            number: self.attempt(number, self.answer, self.clients.client(number), query, round, charge_number)
             for number, charge_number in pairs
         }
         return {client: answer for client, answer in answers.items() if client not in self.failed}
@@ -162,7 +162,8 @@ class SerialEngine:
                 end = self.local_training(task, start, batches)
             released = self.change(client, start, end)
         if task.norms:
-            client.count(count_outcomes(torch.cat(task.norms), request.sampler().clip_norm).sum(dim=0))
+            outcomes = count_outcomes(torch.cat(task.norms), request.sampler().clip_norm)
+            self.clients.count_gradients([client], outcomes.sum(dim=0, keepdim=True))
         return released
 
     def local_task(self, client: Client, request: Train, charge_number: int) -> tuple[LocalTask, Tensor, DrawnBatches]:
