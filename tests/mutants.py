@@ -190,9 +190,9 @@ def divisor_of_the_records(patch: MonkeyPatch) -> None:
     """The divisor follows from the number of records that the client holds, which is private (Opacus, issue 819)."""
     local_task = engine.SerialEngine.local_task
 
-    def task_of(self, plan, row, *args):
-        task, start, batches = local_task(self, plan, row, *args)
-        records = self.population.num_records[plan.clients[row]]
+    def task_of(self, client, request, *args):
+        task, start, batches = local_task(self, client, request, *args)
+        records = len(client.records)
         mechanism = dataclasses.replace(
             task.mechanism, expected_batch_size=max(task.mechanism.sample_rate, 1e-3) * records
         )
