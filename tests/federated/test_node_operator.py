@@ -213,7 +213,7 @@ def test_releases_of_another_format_are_not_served(state, terms, said):
     (file,) = kept_releases(state.plan_folder(digest(terms)))
     content = file.read_bytes()
     file.write_bytes(content[:4] + bytes([wire.VERSION + 1]) + content[5:])
-    assert "not ready: the message is of format 3, not of 2" in said("serve", code=2)
+    assert "not ready: the message is of format 4, not of 3" in said("serve", code=2)
 
 
 def test_requests_are_as_large_as_the_accepted_plans_need(state, terms, tmp_path):
