@@ -52,9 +52,7 @@ class HeldClients:
         self.population = population
         self.numbers: Sequence[int] = range(population.num_clients) if numbers is None else numbers
         self.count = population.num_clients if count is None else count
-        self.places: dict[int, int] | Sequence[int] = (
-            self.numbers if numbers is None else {number: place for place, number in enumerate(numbers)}
-        )
+        self.places = {number: place for place, number in enumerate(self.numbers)}
         self.trainer: Trainer  # given before the first request
         self.log: Log
         self.counts = torch.zeros(len(self.numbers), len(COUNTED), dtype=torch.long, device=population.y.device)
@@ -70,9 +68,7 @@ class HeldClients:
 
     def chosen(self, key: bytes) -> HeldClients:
         """Return these clients with the rows of each person that releases use; see `Population.chosen`."""
-        chosen = HeldClients(self.population.chosen(key), self.numbers, self.count)
-        chosen.places = self.places
-        return chosen
+        return HeldClients(self.population.chosen(key), self.numbers, self.count)
 
     def state_dict(self) -> dict[str, Any]:
         return {"personal": dict(self.personal), "counts": self.counts.clone()}

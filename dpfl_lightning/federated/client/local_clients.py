@@ -1,5 +1,6 @@
 """The clients' side of a run in this process: accept a plan, charge it, then release."""
 
+import functools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +20,8 @@ from dpfl_lightning.federated.client.draws import fixed_rng
 from dpfl_lightning.federated.client.dummy_data import seconds_per_record
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.evaluation import evaluate
-from dpfl_lightning.federated.client.holders import DataHolders, bounding_events
-from dpfl_lightning.federated.client.identity import configuration, data_digests, identity
+from dpfl_lightning.federated.client.holders import DataHolders
+from dpfl_lightning.federated.client.identity import configuration, data_digests
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.client.run_log import RunLog
 from dpfl_lightning.federated.messages.clients import RunPlan
@@ -128,19 +129,9 @@ class LocalClients(RunLog):
             self.engine.setup(self.module, self.population, self._streams, self.sampling, self.held)
             with fixed_rng(self.device):
                 self.seconds_per_record(batch_size=1)
-        try:
-            data_key = self.folder.data_key(ended)
-            records = [digest.hex() for digest in data_digests(self.held, data_key)]
-            filters = bounding_events(plan, self.privacy)
-            sealed = identity(plan, self.privacy, self.module, self.names, records, data_key, filters)
-            known = self.open(plan, sealed, data_key, saved, ended, self.holders)
-        except BaseException:
-            if not self.folder.ledger_file.is_file():
-                self.folder.forget_data_key()
-            raise
+        records = functools.partial(data_digests, self.held)
+        self.open(plan, self.module, records, saved, ended, self.holders)
         self._counts_before = self.held.counts.clone()
-        if known and saved is None:
-            self.warn_of_a_second_start()
 
     def streams(self, plan: RunPlan) -> Streams:
         """Fresh noise for every release; in a simulation, and in a run without noise, it follows from the key."""

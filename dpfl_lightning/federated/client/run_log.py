@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.client.budgets import Budgets, check_budgets
 from dpfl_lightning.federated.client.folder import ClientFolder, run_of
 from dpfl_lightning.federated.client.holders import DataHolders, bounding_events
+from dpfl_lightning.federated.client.identity import identity
+from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import ClientAccount, RunPlan
 from dpfl_lightning.federated.messages.evaluation import SHOWN
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
@@ -66,17 +68,39 @@ class RunLog:
     def open(
         self,
         plan: RunPlan,
-        identity: Mapping[str, Any],
-        data_key: bytes,
+        module: ClientModule,
+        records: Callable[[bytes], Iterable[bytes]],
         saved: Mapping[str, Any] | None,
         ended: bool,
         holders: DataHolders | None = None,
-    ) -> bool:
-        """Open the ledger of the run, of this `identity`; return whether it was there before. See `Clients.begin`.
+    ) -> None:
+        """Open the ledger of the run, see `Clients.begin`. `records` returns digests of the records, given a key.
 
         The account of the data `holders` is charged, too. UserError, before anything is written, for another run.
         """
-        earlier, sealed = self.folder.header(), dict(identity)
+        try:
+            known = self._opened(plan, module, records, saved, ended, holders)
+        except BaseException:
+            if not self.folder.ledger_file.is_file():
+                self.folder.forget_data_key()
+            raise
+        if known and saved is None and self.ledger.payers():
+            missing = f"{self.folder.path / 'checkpoint.pt'} is missing, so the run starts again"
+            warn_user(f"{missing}; the budget that it has spent remains spent")
+
+    def _opened(
+        self,
+        plan: RunPlan,
+        module: ClientModule,
+        records: Callable[[bytes], Iterable[bytes]],
+        saved: Mapping[str, Any] | None,
+        ended: bool,
+        holders: DataHolders | None,
+    ) -> bool:
+        """Open the ledger; return whether it was there before."""
+        earlier, data_key = self.folder.header(), self.folder.data_key(ended)
+        filters, digests = bounding_events(plan, self.privacy), [digest.hex() for digest in records(data_key)]
+        sealed = identity(plan, self.privacy, module, self.names, digests, data_key, filters)
         if ended and earlier is not None:  # it releases nothing more, and the key of the digests is gone
             sealed |= {name: earlier.identity[name] for name in ("records", "tables") if name in earlier.identity}
         relation = "add_remove" if self.privacy is None else self.privacy.relation
@@ -108,15 +132,9 @@ class RunLog:
                 self.name_of,
                 self.most_records,
                 account,
-                bounding_events(plan, self.privacy),
+                filters,
             )
         return earlier is not None
-
-    def warn_of_a_second_start(self) -> None:
-        """Say that a run without its checkpoint starts again, if anything was paid for."""
-        if self.ledger.payers():
-            missing = f"{self.folder.path / 'checkpoint.pt'} is missing, so the run starts again"
-            warn_user(f"{missing}; the budget that it has spent remains spent")
 
     def can_pay(self) -> bool:
         return self.budgets.can_pay()

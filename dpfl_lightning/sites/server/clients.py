@@ -20,7 +20,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.federated.client.checks import check_fits
 from dpfl_lightning.federated.client.evaluation import PlainScorer, evaluate
-from dpfl_lightning.federated.client.identity import deciding_options, identity
+from dpfl_lightning.federated.client.identity import deciding_options
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.client.run_log import RunLog, closed_on_error
 from dpfl_lightning.federated.messages.clients import LostClients, RunPlan
@@ -196,16 +196,7 @@ class RemoteClients(RunLog):
         same = wire.encode(asked) == wire.encode(self._terms.plan)
         require(same, "--config", must, f"other {wire.different_fields(self._terms.plan, asked)}")
         self.prepare(folder, plan)
-        try:
-            data_key = self.folder.data_key(ended)
-            sealed = identity(plan, self.privacy, self.module, self.names, (), data_key, [None] * len(self._keys))
-            known = self.open(plan, sealed, data_key, saved, ended)
-        except BaseException:
-            if not self.folder.ledger_file.is_file():
-                self.folder.forget_data_key()
-            raise
-        if known and saved is None:
-            self.warn_of_a_second_start()
+        self.open(plan, self.module, lambda key: (), saved, ended)
         with closed_on_error(self):
             self._compare_accounts(folder)
 
