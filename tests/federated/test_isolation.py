@@ -22,7 +22,7 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.client import local_clients
+from dpfl_lightning.federated.client import run_log
 from dpfl_lightning.federated.client.batch_losses import check_batch_losses
 from dpfl_lightning.federated.client.checks import check_fits
 from dpfl_lightning.federated.client.module import ClientModule
@@ -502,7 +502,7 @@ def test_any_error_before_there_is_a_ledger_leaves_no_folder(tmp_path, make_loop
         assert (tmp_path / "run" / "data_key").exists()
         raise KeyError
 
-    monkeypatch.setattr(local_clients, "identity", fails)
+    monkeypatch.setattr(run_log, "identity", fails)
     with pytest.raises(KeyError):
         make_loop(output_dir=tmp_path / "run").run()
     assert not (tmp_path / "run").exists()
