@@ -34,8 +34,9 @@ from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.session import RunSession
 from dpfl_lightning.federated.server.settings import RunConfig, client_settings, reported_epsilons
 from dpfl_lightning.federated.server.strategy import Strategy, overrides, register
-from dpfl_lightning.federated.transport.ranked import RankedClients
+from dpfl_lightning.federated.transport.ranked import RankChannel
 from dpfl_lightning.federated.transport.ranks import Ranks
+from dpfl_lightning.federated.transport.threads import Threads
 from dpfl_lightning.models.learning_rates import build_schedule
 from dpfl_lightning.models.optimizers import build_optimizer
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, EXACT_TIMES
@@ -157,7 +158,7 @@ class FederatedLoop(RunSession):
         if isinstance(engine, str):
             require_one_of(ENGINES, "engine", engine)
             engine = build_engine(engine)
-        require(engine is None or hasattr(engine, "train"), "engine", "be a name or an Engine", engine)
+        require(engine is None or hasattr(engine, "compute"), "engine", "be a name or an Engine", engine)
         module = module if isinstance(module, ClientModule) else ClientModule(module)
         deciding = [*strategies, *(one for one in callbacks if isinstance(one, Strategy))]
         watching = [one for one in callbacks if not isinstance(one, Strategy)]
@@ -176,8 +177,9 @@ class FederatedLoop(RunSession):
         if remote is not None:
             sides = remote.clients(population, module, privacy)
         else:
-            here = population, module, FastEngine() if engine is None else engine, privacy
-            sides = LocalClients(*here) if ranks.size == 1 else RankedClients(*here, ranks)
+            engine = FastEngine() if engine is None else engine
+            channel = Threads(engine) if ranks.size == 1 else RankChannel(engine, ranks)
+            sides = LocalClients(population, module, channel, privacy)
         settings = client_settings(facts.num_records, clients, privacy, seed, facts.names)
         if module.task_advice and not (options or {}).get("data", {}).get("name"):  # that of a public data set is known
             warn_user(module.task_advice)

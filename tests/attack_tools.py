@@ -50,7 +50,7 @@ def cut_after_training(loop: FederatedLoop, round: int) -> dict[int, torch.Tenso
 
     The returned dictionary is filled during the run: round -> `[C, P]`, the updates that an onlooker may have seen.
     """
-    train, seen = loop.clients.engine.train, {}
+    train, seen = loop.clients.train, {}
 
     def failing(plan, *args, **more):
         updates = train(plan, *args, **more)
@@ -60,7 +60,7 @@ def cut_after_training(loop: FederatedLoop, round: int) -> dict[int, torch.Tenso
             raise PowerCut
         return updates
 
-    loop.clients.engine.train = failing
+    loop.clients.train = failing
     return seen
 
 

@@ -1,5 +1,6 @@
 """Small federations for every test."""
 
+import dataclasses
 import itertools
 import os
 import shutil
@@ -16,14 +17,15 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.evaluation import ClientModels
-from dpfl_lightning.federated.messages.requests import train_request
+from dpfl_lightning.federated.messages.query import ChargedQuery
+from dpfl_lightning.federated.messages.requests import Ask
 from dpfl_lightning.federated.messages.update import UpdateBuffer
 from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.transport.threads import Threads
 from dpfl_lightning.loop import FederatedLoop
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.sites import wire
-from dpfl_lightning.sites.exchange import Released
+from dpfl_lightning.sites.exchange import Released, ToNode
 
 torch.set_num_threads(1)  # tests run side by side
 _NUMBERS = itertools.count()
@@ -102,16 +104,16 @@ class PowerCut(Exception):
 
 def cut_at(loop, round: int) -> None:
     """The power goes after the charge of `round` is synced and one client has trained."""
-    engine = loop.clients.engine
-    train = engine.train
+    channel = loop.clients.channel
+    send = channel.send
 
-    def failing(plan, models, numbers, raw_weights):
-        if plan.round == round:
-            engine.release(engine.clients.client(plan.clients[0]), train_request(plan, 0, models), numbers[0])
+    def failing(requests, inbox):
+        if requests[0].request.round == round and isinstance(inbox, UpdateBuffer):
+            channel.engine.compute(requests[:1])
             raise PowerCut
-        return train(plan, models, numbers, raw_weights)
+        send(requests, inbox)
 
-    engine.train = failing
+    channel.send = failing
 
 
 def break_off(loop, round: int, resume: bool = False):
@@ -164,37 +166,35 @@ def one_noise(monkeypatch):
 
 @pytest.fixture
 def over_the_wire(monkeypatch):
-    """Every message between a server and its clients in this process crosses as bytes, as it would between machines.
-
-    Clients then send single updates, which are added up where they arrive.
-    """
-    usual = {name: getattr(LocalClients, name) for name in ("begin", "change", "accept", "train", "ask", "evaluate")}
+    """Every message between a server and its clients in this process crosses as bytes, as it would between machines."""
+    begin, change, evaluate = (getattr(LocalClients, name) for name in ("begin", "change", "evaluate"))
+    send = Threads.send
 
     def crossed(message):
         return wire.decode(type(message), wire.encode(message))
 
-    def accept(self, plan):
-        self.at_the_clients = usual["accept"](self, crossed(plan))
-        return crossed(self.at_the_clients)
+    def received(charged):
+        request = charged.request
+        if isinstance(request, Ask):  # which names the asked client alone
+            question = request.question.question
+            alone = {charged.client: question.mechanism_of[charged.client]}
+            request = dataclasses.replace(request, question=dataclasses.replace(question, mechanism_of=alone))
+        request = crossed(ToNode("plan", request)).request
+        if isinstance(request, Ask):
+            request = dataclasses.replace(request, question=ChargedQuery.of(request.question))
+        return dataclasses.replace(charged, request=request)
 
-    def train(self, plan, models, raw_weights):
-        models = crossed(ClientModels(models, ())).models
-        received = UpdateBuffer(plan, raw_weights)
-        received.merge(crossed(usual["train"](self, self.at_the_clients, models, None)))
-        return received.updates()
+    def over_the_channel(self, requests, inbox):
+        take = inbox.take
+        inbox.take = lambda client, released: take(client, crossed(Released(released, ())).value)
+        send(self, [received(charged) for charged in requests], inbox)
 
-    def ask(self, query, round):
-        answers = usual["ask"](self, crossed(query), round)
-        return {client: crossed(Released(answer, ())).value for client, answer in answers.items()}
-
-    over = {
-        "begin": lambda self, folder, plan, *state: usual["begin"](self, folder, crossed(plan), *state),
-        "change": lambda self, schedule: usual["change"](self, crossed(schedule)),
-        "evaluate": lambda self, models: crossed(usual["evaluate"](self, crossed(models))),
-        **{"accept": accept, "train": train, "ask": ask},
-    }
-    for name, method in over.items():
-        monkeypatch.setattr(LocalClients, name, method)
+    monkeypatch.setattr(Threads, "send", over_the_channel)
+    monkeypatch.setattr(
+        LocalClients, "begin", lambda self, path, plan, *state: begin(self, path, crossed(plan), *state)
+    )
+    monkeypatch.setattr(LocalClients, "change", lambda self, schedule: change(self, crossed(schedule)))
+    monkeypatch.setattr(LocalClients, "evaluate", lambda self, models: crossed(evaluate(self, crossed(models))))
 
 
 FIXED_KEY = "00112233445566778899aabbccddeeff"

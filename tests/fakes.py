@@ -10,6 +10,7 @@ from torch import nn
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.update import UpdateBuffer
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunInfo, RunResult
 from dpfl_lightning.federated.server.strategy import Strategy
@@ -125,11 +126,17 @@ def two_phases(schedule: RunSchedule, selections: int) -> RunSchedule:
 
 
 def changed_releases(loop, change):
-    """The loop; each update of a client becomes `change(plan, row, delta)`."""
-    releases = loop.clients.engine.releases
-    loop.clients.engine.releases = lambda plan, *args: (
-        (row, change(plan, row, delta)) for row, delta in releases(plan, *args)
-    )
+    """The loop; each update of a client becomes `change(round, client, delta)`."""
+    send = loop.clients.channel.send
+
+    def changing(requests, inbox):
+        take, rounds = inbox.take, {charged.request.round for charged in requests}
+        if isinstance(inbox, UpdateBuffer):
+            (round,) = rounds
+            inbox.take = lambda client, delta: take(client, change(round, client, delta))
+        send(requests, inbox)
+
+    loop.clients.channel.send = changing
     return loop
 
 

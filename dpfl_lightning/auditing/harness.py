@@ -16,12 +16,15 @@ from torch import Tensor
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.persons import chosen_rows
+from dpfl_lightning.federated.client.channel import send_round
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.dummy_data import dummy_labels
 from dpfl_lightning.federated.client.engines.engine import Batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
-from dpfl_lightning.federated.messages.requests import train_request
+from dpfl_lightning.federated.messages.requests import train_requests
+from dpfl_lightning.federated.transport.threads import Threads
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
@@ -134,7 +137,8 @@ class Harness:
             caveats=(),
             names=(),
         )
-        engine.setup(module, self.population, streams, sampling)
+        self._channel = Threads(engine)
+        self._channel.setup(module, HeldClients(self.population), streams, sampling)
 
     def batch(self, rows: Tensor) -> Batch:
         """Return these records, or a block of these persons."""
@@ -174,9 +178,10 @@ class Harness:
         self._attempt += not again
         plan = self._plan(names, mechanism, steps, learning_rate, together, job or LocalTraining(), round)
         count = len(names)
-        updates = self.engine.train(plan, start.expand(count, -1), [self._attempt] * count)
-        for error in self.engine.failed.values():
+        inbox = send_round(self._channel, plan, start.expand(count, -1), [self._attempt] * count)
+        for error in inbox.failed.values():
             raise error
+        updates = inbox.updates()
         shape = start.shape if updates.deltas is None else updates.deltas.shape[1:]
         releases = start.new_full((count, *shape), torch.inf)
         if updates.deltas is not None:
@@ -188,7 +193,7 @@ class Harness:
         """Return the rows that the engine draws for each step of one client, and how many all its batches hold."""
         self._attempt += 1
         plan = self._plan([name], mechanism, steps, 1.0, False, LocalTraining(), 1)
-        client, request = self.engine.clients.client(plan.clients[0]), train_request(plan, 0, self.start.expand(1, -1))
+        client, request = self.engine.clients.client(plan.clients[0]), train_requests(plan, self.start.expand(1, -1))[0]
         batches = self.engine.local_task(client, request, self._attempt)[2]
         return list(batches.draws), sum(len(y) for _, y in batches)
 

@@ -12,6 +12,7 @@ from dpfl_lightning.config.mapping import options_file
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.reading import read_safetensors
 from dpfl_lightning.errors import UserError, command, require, warn_user
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.runtime.launcher import invocation
 
 _MOST_MODELS = 1 << 16  # of a run, which may have more models than clients
@@ -114,7 +115,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
             raise UserError(f"`data` must fit the run's model, got {data!r}: {reason}.") from None
         models.append(module.flat)
     engine = SerialEngine()
-    engine.setup(module, population, Streams(), "poisson")  # no noise is drawn
+    engine.setup(module, HeldClients(population), Streams(), "poisson")  # no noise is drawn
     personal = None
     if module.personal:
         readable = not at_sites and os.access(RunFolder(run).checkpoint, os.R_OK)

@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from dpfl_lightning.algorithms.server_training import Training, public_generator, torch_seed, trained_on
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require
-from dpfl_lightning.federated.client.engines.serial import SerialEngine
-from dpfl_lightning.federated.client.evaluation import evaluate
+from dpfl_lightning.federated.client.evaluation import PlainScorer, evaluate
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Score
-from dpfl_lightning.privacy.noise import Streams
 
 
 def train_and_score(
@@ -30,11 +28,10 @@ def train_and_score(
     """
     require(population.test is not None, "test", "be given for a comparison", None)
     on_test, device = one_client(population), population.y.device
-    engine, module = SerialEngine(), _module(new_model(seed)).to(device)
-    engine.setup(module, on_test, Streams(), "poisson")  # no noise is drawn
+    module = _module(new_model(seed)).to(device)
     begin, order = (torch_seed(public_generator(seed, "comparison", number, which)) for which in (0, 1))
     model = trained_on(module, _module(new_model(begin)).flat.to(device), records, how, order)
-    return evaluate(module, on_test, ClientModels(model[None], (0,)), engine).test
+    return evaluate(module, on_test, ClientModels(model[None], (0,)), PlainScorer(module, on_test)).test
 
 
 def one_client(population: Population) -> Population:

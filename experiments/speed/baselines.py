@@ -31,10 +31,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpfl_lightning import models
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
+from dpfl_lightning.federated.client.channel import send_round
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server import aggregate
 from dpfl_lightning.federated.server.view import ServerState
+from dpfl_lightning.federated.transport.threads import Threads
 from dpfl_lightning.loop import FederatedLoop
 from dpfl_lightning.privacy.noise import Streams
 from experiments.speed.cases import CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER, NUM_CLASSES, Case
@@ -147,12 +150,13 @@ def our_round(
 ) -> Callable[[], Tensor]:
     """A whole round of the engine."""
     loop, state = our_loop(case, net, pairs, device, engine)
-    engine.setup(loop.module, loop.population.chosen(b""), Streams(), "poisson")
+    channel = Threads(engine)
+    channel.setup(loop.module, HeldClients(loop.population.chosen(b"")), Streams(), "poisson")
 
     def one_round() -> Tensor:
         equal = torch.ones(1, case.clients)  # the mean
-        updates = engine.train(loop.view(state).plan(), state.models, [0] * case.clients, equal)
-        return state.models[0] + aggregate.combine(equal, updates)[0]
+        inbox = send_round(channel, loop.view(state).plan(), state.models, [0] * case.clients, equal)
+        return state.models[0] + aggregate.combine(equal, inbox.updates())[0]
 
     return one_round
 

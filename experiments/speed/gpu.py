@@ -25,7 +25,10 @@ from torch import Tensor, nn
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.published import BATCH_SIZES
 from dpfl_lightning.errors import require_one_of
+from dpfl_lightning.federated.client.channel import send_round
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.engines.fast import FastEngine
+from dpfl_lightning.federated.transport.threads import Threads
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, cross_entropy_of
 from dpfl_lightning.privacy.noise import NORMAL, RandomGenerator, Streams, integer_noise
@@ -183,9 +186,10 @@ def _updates(case: Case, device: torch.device, name: str, dtype: torch.dtype) ->
     engine = ENGINES[name]()
     net = nn.Sequential(_Cast(dtype), build_net(case).to(dtype))
     loop, state = our_loop(case, net, random_records(case), device, engine, noise_multiplier=0.0)
-    engine.setup(loop.module, loop.population, Streams(bytes(32)), "poisson")
+    channel = Threads(engine)
+    channel.setup(loop.module, HeldClients(loop.population), Streams(bytes(32)), "poisson")
     plan = loop.view(state).plan()
-    return engine.train(plan, state.models, [0] * case.clients).released.double().cpu()
+    return send_round(channel, plan, state.models, [0] * case.clients).updates().released.double().cpu()
 
 
 def _furthest(updates: Tensor, expected: Tensor) -> float:

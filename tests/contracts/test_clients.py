@@ -13,9 +13,9 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.messages.query import ChargedQuery, SelectModel
-from dpfl_lightning.federated.messages.requests import Ask, Train, train_request
+from dpfl_lightning.federated.messages.requests import Ask, Train, train_requests
 from dpfl_lightning.federated.server.view import ServerState
-from dpfl_lightning.federated.transport.ranked import RankedEngine
+from dpfl_lightning.federated.transport.ranked import RankChannel
 from dpfl_lightning.papers.baselines.ifca import Ifca
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism
@@ -50,7 +50,7 @@ def test_a_client_alone_releases_what_it_does_among_others(engine, steps, way, m
     clients.close()
     alone, _, _ = begun(make_loop(engine=ENGINES[engine](), **made))
     for row, client in enumerate(plan.clients):
-        request = WAYS[way](train_request(plan, row, models))
+        request = WAYS[way](train_requests(plan, models)[row])
         assert torch.equal(alone.client(client).handle(request), together[row])
     assert torch.equal(alone.held.counts, clients.held.counts)
     assert read_ledger(alone.folder.ledger_file) == read_ledger(clients.folder.ledger_file)
@@ -61,13 +61,13 @@ def test_a_client_pays_before_it_computes_and_until_its_plan_is_spent(make_loop,
     loop = make_loop(rounds=2)
     clients, view, models = begun(loop)
     plan, one = view.plan(), clients.client(2)
-    request = train_request(plan, plan.clients.index(2), models)
+    request = train_requests(plan, models)[plan.clients.index(2)]
 
     def cut(*args):
         raise PowerCut
 
     with monkeypatch.context() as patch:
-        patch.setattr(clients.engine, "carry_out", cut)
+        patch.setattr(clients.engine, "compute", cut)
         with pytest.raises(PowerCut):
             one.handle(request)
     assert [charge.client for charge in read_ledger(clients.folder.ledger_file)] == [2]
@@ -105,7 +105,7 @@ def test_a_request_is_of_a_known_kind(make_loop):
         pass
 
     clients, view, models = begun(make_loop())
-    request = train_request(view.plan(), 0, models)
+    request = train_requests(view.plan(), models)[0]
     with pytest.raises(TypeError, match="the framework's jobs"):
         clients.client(0).handle(Louder(**vars(request)))
     assert read_ledger(clients.folder.ledger_file) == []
@@ -117,7 +117,7 @@ def test_gradients_of_classes_of_persons_are_refused_before_a_charge(make_loop):
     people = Population.from_datasets([(x, y)] * 4, held_out=0.0, num_classes=3, persons=[persons] * 4)
     privacy = private(unit="person", rows_per_person=2)
     clients, view, models = begun(make_loop(population=people, privacy=privacy))
-    request = dataclasses.replace(train_request(view.plan(), 0, models), job=ClassGradients(3))
+    request = dataclasses.replace(train_requests(view.plan(), models)[0], job=ClassGradients(3))
     with pytest.raises(UserError, match="be record with gradients of classes"):
         clients.client(0).handle(request)
     assert read_ledger(clients.folder.ledger_file) == []
@@ -130,12 +130,12 @@ def test_every_rank_has_the_chosen_rows_of_persons(make_loop):
     full, privacy = ClientOptions(count=4, batch_size=None), private(unit="person", rows_per_person=2)
     loop = make_loop(population=people, privacy=privacy, clients=full)
     chosen = loop.population.chosen(b"0" * 32)
-    other = RankedEngine(ENGINES["serial"](), SimpleNamespace(rank=1, size=2, cores=1))
+    other = RankChannel(ENGINES["serial"](), SimpleNamespace(rank=1, size=2, cores=1))
     other.take(loop.module, loop.population)
     net = loop.module.net.state_dict()
-    other._set_up(0, Streams(), "poisson", net, 1, (chosen.units, chosen.held_out_units))
+    other._set_up((), Streams(), "poisson", net, 1, (chosen.units, chosen.held_out_units))
     for client in range(4):
-        records = other.clients.client(client).records
+        records = other.engine.clients.client(client).records
         everyone = torch.arange(len(records))
         assert torch.equal(records.held_out()[1], chosen.held_out(client)[1])
         assert torch.equal(records.batch(everyone)[1], chosen.records(client, everyone)[1])

@@ -18,6 +18,8 @@ from torch import nn
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
+from dpfl_lightning.federated.client.channel import send_round
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import ClassGradients
@@ -35,10 +37,10 @@ STREAMS = Streams(bytes(32))
 OTHERS = sorted(set(ENGINES) - {"serial"})
 
 
-def set_up(engine, loop, streams=STREAMS):
+def set_up(loop, streams=STREAMS):
     """The state that the first round of the loop begins with, and its view."""
     loop.plan_schedule()
-    engine.setup(loop.module, loop.population, streams, "poisson")
+    loop.clients.channel.setup(loop.module, HeldClients(loop.population), streams, "poisson")
     state = ServerState(loop.module.flat[None], (0,) * loop.population.num_clients)
     return state, loop.view(state)
 
@@ -46,11 +48,16 @@ def set_up(engine, loop, streams=STREAMS):
 def released(engine_name: str, make_loop, job=None, module=None, population=None, **options) -> torch.Tensor:
     engine = ENGINES[engine_name]()
     loop = make_loop(engine=engine, module=module or ClientModule(small_net()), population=population, **options)
-    state, view = set_up(engine, loop)
+    state, view = set_up(loop)
     plan = view.plan(job=job)
     for strategy in loop.config.strategies:
         plan = strategy.plan_round(plan, view)
-    return engine.train(plan, state.models, [0] * len(plan.clients)).released
+    return trained(loop, plan, state).released
+
+
+def trained(loop, plan, state, weights=None):
+    """The updates of a plan."""
+    return send_round(loop.clients.channel, plan, state.models, [0] * len(plan.clients), weights).updates()
 
 
 def assert_as_serial(engine: str, make_loop, **options) -> torch.Tensor:
@@ -188,7 +195,7 @@ def test_engine_gives_the_class_gradients_of_the_reference(engine, records, job,
 
 def test_a_job_that_its_event_does_not_cover_is_no_plan(make_loop):
     loop = make_loop()
-    _, view = set_up(loop.clients.engine, loop)
+    _, view = set_up(loop)
     with pytest.raises(ValueError, match="exact counts beside noisy sums"):
         view.plan(job=ClassGradients(3, counts=True))
     with pytest.raises(ValueError, match="not amplified"):
@@ -199,8 +206,8 @@ def test_class_gradients_have_the_noise_that_is_announced(make_loop):
     """Noise of 249 numbers a client: a standard deviation within 20 % (false alarm below 1e-5)."""
     loud = PrivacyOptions(noise_multiplier=500.0, delta=1e-3, noise_key=FIXED_KEY)
     loop = make_loop(privacy=loud, clients=ClientOptions(count=4, batch_size=16, learning_rate=0.01))
-    state, view = set_up(loop.clients.engine, loop)
-    updates = loop.clients.engine.train(view.plan(job=ClassGradients(3)), state.models, [0] * 4)
+    state, view = set_up(loop)
+    updates = trained(loop, view.plan(job=ClassGradients(3)), state)
     for delta, noise_std in zip(updates.released, updates.noise_std, strict=True):
         assert 0.8 * noise_std < float(delta.std()) < 1.2 * noise_std
 
@@ -225,9 +232,9 @@ def test_no_noise_and_no_clipping_is_plain_fedavg(engine, make_loop):
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_an_empty_batch_still_takes_a_noisy_step(engine, make_loop):
     loop = make_loop(engine=ENGINES[engine](), clients=ClientOptions(count=4, batch_size=1), rounds=1)
-    state, view = set_up(loop.clients.engine, loop, EmptyDraws(bytes(32)))
+    state, view = set_up(loop, EmptyDraws(bytes(32)))
     plan = dataclasses.replace(view.plan(), steps=(1,) * 4)
-    deltas = loop.clients.engine.train(plan, state.models, [0] * 4).released
+    deltas = trained(loop, plan, state).released
     expected = [m.noise_std(1, rate) for m, rate in zip(plan.mechanism_of, plan.learning_rate_of, strict=True)]
     for delta, std in zip(deltas, expected, strict=True):
         assert 0.7 * std < float(delta.std()) < 1.3 * std  # 83 values: false alarm below 1e-3
@@ -354,10 +361,10 @@ def test_order_of_clients_does_not_matter(engine, make_loop):
 @pytest.mark.parametrize("job", [None, ClassGradients(3)], ids=["training", "class gradients"])
 def test_streamed_updates_add_up_to_those_that_are_kept(engine, job, make_loop):
     loop = make_loop(engine=ENGINES[engine]())
-    state, view = set_up(loop.clients.engine, loop)
-    plan, train = view.plan(job=job), loop.clients.engine.train
+    state, view = set_up(loop)
+    plan = view.plan(job=job)
     raw_weights = torch.tensor([[1.0, 2.0, 0.0, 4.0], [0.0, 0.0, 3.0, 0.0]], dtype=torch.float64)
-    kept, streamed = train(plan, state.models, [0] * 4), train(plan, state.models, [0] * 4, raw_weights)
+    kept, streamed = trained(loop, plan, state), trained(loop, plan, state, raw_weights)
     assert streamed.deltas is None and streamed.clients == kept.clients and streamed.noise_std == kept.noise_std
     combined = aggregate.combine(raw_weights, streamed)
     assert torch.equal(combined, aggregate.combine(raw_weights, kept))

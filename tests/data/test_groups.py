@@ -122,7 +122,7 @@ def test_there_is_no_common_test_set_and_each_client_is_tested_as_its_group():
     population = Population.partitioned(data, num_clients=7, groups=LABEL_SHIFT)
     assert population.test_records() is None
     module, engine = ClientModule(nn.Sequential(nn.Flatten(), nn.Linear(4, CLASSES))), SerialEngine()
-    engine.setup(module, population, Streams(), "poisson")
+    engine.setup(module, HeldClients(population), Streams(), "poisson")
     models = torch.zeros(CLASSES, 5 * CLASSES)
     models[:, -CLASSES:] = torch.eye(CLASSES)  # model k says class k, whatever comes
     right = evaluate(module, population, ClientModels(models, GROUP_OF), engine)

@@ -10,17 +10,19 @@ from torch import nn
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client import evaluation
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels
+from dpfl_lightning.federated.transport.threads import Threads
 from dpfl_lightning.privacy.noise import Streams
 
 
 def evaluate(module, population, final_models, engine_type=SerialEngine):
-    engine = engine_type()
-    engine.setup(module, population, Streams(), "poisson")
-    return evaluation.evaluate(module, population, final_models, engine)
+    channel = Threads(engine_type())
+    channel.setup(module, HeldClients(population), Streams(), "poisson")
+    return evaluation.evaluate(module, population, final_models, channel)
 
 
 def always(label: int, classes: int = 2, features: int = 3) -> torch.Tensor:

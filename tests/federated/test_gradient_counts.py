@@ -16,6 +16,8 @@ from dpfl_lightning.commands.fit import main as fit
 from dpfl_lightning.commands.plan import main as plan
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
+from dpfl_lightning.federated.client.channel import send_round
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import read_guarantees
@@ -88,10 +90,11 @@ def test_class_gradients_are_counted_too(engine, make_loop):
     """Groups are classes there, or classes of clients side by side."""
     loop = make_loop(with_broken_records(), engine=ENGINES[engine](), clients=FULL, privacy=PRIVACY)
     loop.plan_schedule()
-    loop.clients.engine.setup(loop.module, loop.population, Streams(bytes(32)), "poisson")
+    channel = loop.clients.channel
+    channel.setup(loop.module, HeldClients(loop.population), Streams(bytes(32)), "poisson")
     state = ServerState(loop.module.flat[None], (0,) * 4)
-    loop.clients.engine.train(loop.view(state).plan(job=ClassGradients(3)), state.models, [0] * 4)
-    counts = loop.clients.engine.clients.state_dict()["counts"].T.tolist()
+    send_round(channel, loop.view(state).plan(job=ClassGradients(3)), state.models, [0] * 4)
+    counts = channel.engine.clients.state_dict()["counts"].T.tolist()
     assert counts[0] == list(loop.population.num_records) and counts[2] == [0, 3, 0, 1]
 
 

@@ -128,13 +128,13 @@ def test_round_order_and_that_charges_come_before_training(make_loop):
     loop = make_loop(rounds=2, clients=clients)
     lines = lambda: len(read_ledger(loop.clients.folder.ledger_file)) if hasattr(loop, "folder") else 0  # noqa: E731
     loop.config.strategies.append(Notes(calls, lines))
-    train = loop.clients.engine.train
+    train = loop.clients.train
 
     def spy(*args):
         calls.append(("TRAIN", lines()))
         return train(*args)
 
-    loop.clients.engine.train = spy
+    loop.clients.train = spy
     loop.run()
 
     def one_round(before, after):
@@ -239,7 +239,9 @@ def test_a_client_with_a_broken_update_is_dropped_whole(make_loop, updates, read
     only = make_loop(rounds=1, parts=[Recorder(updates), Absent({1: (1,)})])
     only.run()
     one_number = torch.eye(1, loop.module.num_params)[0] > 0
-    changed_releases(loop, lambda plan, row, delta: delta.masked_fill(one_number, math.nan) if row == 1 else delta)
+    changed_releases(
+        loop, lambda round, client, delta: delta.masked_fill(one_number, math.nan) if client == 1 else delta
+    )
     loop.run()
     assert seen.reports[0].clients == (0, 2, 3) and seen.reports[0].weights.shape == (1, 3)
     torch.testing.assert_close(loop.state.models, only.state.models, rtol=1e-6, atol=1e-7)
@@ -252,13 +254,13 @@ def test_updates_are_streamed_unless_somebody_reads_them(make_loop):
 
     def watched(**options):
         loop = make_loop(rounds=2, **options)
-        train = loop.clients.engine.train
+        train = loop.clients.train
 
         def spy(*args):
             seen.append(train(*args))
             return seen[-1]
 
-        loop.clients.engine.train = spy
+        loop.clients.train = spy
         loop.run()
         return loop.state.models
 

@@ -9,11 +9,15 @@ from conftest import blobs, small_net
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpfl_lightning.federated.client.channel import send_round
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.engines import engine, one_batch
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan
+from dpfl_lightning.federated.messages.requests import charged_requests
+from dpfl_lightning.federated.transport.threads import Threads
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import Streams
 
@@ -36,11 +40,15 @@ def plan_of(steps=1, models=2, **more) -> RoundPlan:
 
 def released(engine, plan, dtype=torch.float32) -> torch.Tensor:
     population = dataclasses.replace(POPULATION, x=POPULATION.x.to(dtype))
-    engine.setup(ClientModule(small_net().to(dtype)), population, Streams(bytes(32)), "poisson")
+    channel = Threads(engine)
+    channel.setup(ClientModule(small_net().to(dtype)), HeldClients(population), Streams(bytes(32)), "poisson")
     flat = engine.module.flat
-    models = torch.stack([flat, 2 * flat])
-    rows = dict(engine.releases(plan, models, list(range(CLIENTS))))
-    return torch.stack([rows[row] for row in sorted(rows)])
+    return send_round(channel, plan, torch.stack([flat, 2 * flat]), list(range(CLIENTS))).updates().released
+
+
+def groups(plan, module):
+    numbers = range(len(plan.clients))
+    return one_batch.groups(charged_requests(plan, torch.zeros(CLIENTS, module.num_params), numbers), module)
 
 
 @pytest.mark.parametrize("job", [LocalTraining(), ClassGradients(3)], ids=["training", "class gradients"])
@@ -66,10 +74,10 @@ def test_groups_cover_the_plan_within_their_limits():
     for name, value, largest in (("MOST_CLIENTS", 6, 2), ("FEW_RECORDS", 25.0, 3), ("MOST_BYTES", 83 * 8 * 9, 3)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine if name == "FEW_RECORDS" else one_batch, name, value)
-            groups = one_batch.groups(plan, ClientModule(small_net()))
-        assert sorted(itertools.chain.from_iterable(groups)) == list(range(CLIENTS)), name
-        assert max(map(len, groups)) == largest, name
-        for rows in groups:
+            found = groups(plan, ClientModule(small_net()))
+        assert sorted(itertools.chain.from_iterable(found)) == list(range(CLIENTS)), name
+        assert max(map(len, found)) == largest, name
+        for rows in found:
             assert len({(plan.model_of[row], plan.mechanism_of[row].clip_norm) for row in rows}) == 1, name
 
 
@@ -85,14 +93,14 @@ def test_a_group_does_not_depend_on_the_others_of_the_plan(most, kept, steps):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(one_batch, "MOST_CLIENTS", most)
         plan = dataclasses.replace(plan_of(), steps=tuple(steps))
-        whole = [[plan.clients[row] for row in rows] for rows in one_batch.groups(plan, module)]
+        whole = [[plan.clients[row] for row in rows] for rows in groups(plan, module)]
         left = [clients for number, clients in enumerate(whole) if number in kept]
         part = plan.only(lambda client: any(client in clients for clients in left))
-        assert [[part.clients[row] for row in rows] for rows in one_batch.groups(part, module)] == left
+        assert [[part.clients[row] for row in rows] for rows in groups(part, module)] == left
 
 
 def test_nothing_is_grouped_that_is_not_one_step_from_one_start():
     alone = [[row] for row in range(CLIENTS)]
-    assert one_batch.groups(plan_of(steps=2), ClientModule(small_net())) == alone
-    assert one_batch.groups(plan_of(models=CLIENTS), ClientModule(small_net())) == alone
-    assert one_batch.groups(plan_of(), ClientModule(small_net(), personal=["0.bias"])) == alone
+    assert groups(plan_of(steps=2), ClientModule(small_net())) == alone
+    assert groups(plan_of(models=CLIENTS), ClientModule(small_net())) == alone
+    assert groups(plan_of(), ClientModule(small_net(), personal=["0.bias"])) == alone

@@ -368,8 +368,8 @@ def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, o
         parts=[*base, strategy, live, Progress(paper)],
         **{"rounds": 4, **LOOPS.get(name, {})},
     )
-    asked, ask = [], loop.clients.engine.ask
-    loop.clients.engine.ask = lambda query, *rest: asked.append((query, ask(query, *rest))) or asked[-1][1]
+    asked, ask = [], loop.clients.ask
+    loop.clients.ask = lambda query, *rest: asked.append((query, ask(query, *rest))) or asked[-1][1]
     planned = client_plans(loop.plan_schedule().clients, loop.config.accountant, [(100, 10)] * 4)
     result, printed = loop.run(), paper.file.getvalue()
     capsys.readouterr()

@@ -44,13 +44,13 @@ def test_a_round_that_was_broken_off_is_charged_again_from_the_reserve(make_loop
     for round in (2, 4):
         break_off(loop, round, resume=round > 2)
         loop = make_loop(privacy=PROTECTED, rounds=5, output_dir=loop.output_dir)
-    tries, train = [], loop.clients.engine.train
+    tries, send = [], loop.clients.channel.send
 
-    def spy(plan, state, numbers, raw_weights):
-        tries.append((plan.round, numbers))
-        return train(plan, state, numbers, raw_weights)
+    def spy(requests, inbox):
+        tries.append((requests[0].request.round, [charged.number for charged in requests]))
+        send(requests, inbox)
 
-    loop.clients.engine.train = spy
+    loop.clients.channel.send = spy
     result = loop.run(resume=True)
     assert result.finished and result.rounds == 5 and tries == [(4, [1] * 4), (5, [0] * 4)]
     assert [charged_rounds(loop).count(round) for round in range(1, 6)] == [4, 8, 4, 8, 4]

@@ -21,7 +21,7 @@ PROTECTED = PrivacyOptions(epsilon=4.0, delta=1e-3)
 @pytest.mark.parametrize("factor, got", [(math.nan, "no update .* is finite"), (1e9, "no update .* below")])
 def test_a_run_that_diverges_is_not_charged_again(factor, got, parts, make_loop):
     loop = make_loop(privacy=PROTECTED, rounds=4, parts=[*parts, seen := Recorder()])
-    changed_releases(loop, lambda plan, row, delta: delta * factor if plan.round == 2 else delta)
+    changed_releases(loop, lambda round, client, delta: delta * factor if round == 2 else delta)
     with pytest.raises(UserError, match=f"`training` must not diverge, got in round 2: .*{got}"):
         loop.run()
     assert {charge.round for charge in read_ledger(loop.clients.folder.ledger_file)} == {1, 2}
@@ -31,7 +31,7 @@ def test_a_run_that_diverges_is_not_charged_again(factor, got, parts, make_loop)
 
 def test_one_client_with_a_huge_update_is_left_out(make_loop):
     loop, without = (
-        changed_releases(make_loop(rounds=3), lambda plan, row, delta, by=by: delta * by if row == 3 else delta)
+        changed_releases(make_loop(rounds=3), lambda round, client, delta, by=by: delta * by if client == 3 else delta)
         for by in (1e30, math.nan)
     )
     with pytest.warns(UserNotice, match="round 2: left out .* not finite, or above 1e6: clients 3"):
@@ -43,7 +43,7 @@ def test_one_client_with_a_huge_update_is_left_out(make_loop):
 def test_a_client_that_wrecks_the_model_that_it_has_alone_harms_no_other(make_loop):
     loop, honest = (make_loop(rounds=3, parts=[SizeWeighted(), Local()]) for _ in range(2))
     # each is below the limit, and the model of two is above
-    changed_releases(loop, lambda plan, row, delta: torch.full_like(delta, 9e5) if row == 3 else delta)
+    changed_releases(loop, lambda round, client, delta: torch.full_like(delta, 9e5) if client == 3 else delta)
     with pytest.warns(UserNotice, match=r"round 2: 1 of 4 models stay .* Charged in vain: clients 3"):
         loop.run()
     honest.run()

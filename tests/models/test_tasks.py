@@ -23,6 +23,7 @@ from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client import evaluation
 from dpfl_lightning.federated.client.answers import losses_at
 from dpfl_lightning.federated.client.checks import check_fits
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.dummy_data import dummy_batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.identity import module_digest
@@ -307,7 +308,7 @@ def test_gradients_by_layer_rules_are_those_of_vmap(task):
 def test_evaluation_in_small_batches_gives_the_same_scores(task, monkeypatch):
     people, module = population(task), ClientModule(NETS[task]())
     engine, models = SerialEngine(), ClientModels(module.flat[None], (0, 0, 0))
-    engine.setup(module, people, Streams(), "poisson")
+    engine.setup(module, HeldClients(people), Streams(), "poisson")
     whole, sizes = evaluation.evaluate(module, people, models, engine), []
     outputs = engine.outputs
     monkeypatch.setattr(evaluation, "MOST_NUMBERS", 3 * people.y[0].numel() * people.num_classes)
@@ -328,7 +329,7 @@ def test_the_accuracy_of_one_logit_is_that_of_its_sign_whatever_the_loss():
     for module in (ClientModule(nn.Linear(4, 1), of_one_logit), ClientModule(nn.Linear(4, 1))):
         model = torch.tensor([5.0, 0.0, 0.0, 0.0, 0.0])  # the sign of the first feature, which is the label
         engine = SerialEngine()
-        engine.setup(module, people, Streams(), "poisson")
+        engine.setup(module, HeldClients(people), Streams(), "poisson")
         check_fits(module, people)
         scores = evaluation.evaluate(module, people, ClientModels(model[None], (0, 0, 0)), engine)
         assert scores.test.accuracy == 1.0 and module.task is TASKS["binary"]
@@ -349,7 +350,7 @@ def test_probabilities_are_recognised_and_scored_as_such(name, last):
     scores = []
     for one in (module, logits):
         engine = SerialEngine()
-        engine.setup(one, people, Streams(), "poisson")
+        engine.setup(one, HeldClients(people), Streams(), "poisson")
         check_fits(one, people)
         scores.append(evaluation.evaluate(one, people, ClientModels(logits.flat[None], (0, 0, 0)), engine).test)
     assert scores[0].accuracy == scores[1].accuracy

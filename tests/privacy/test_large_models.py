@@ -15,6 +15,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.batch_losses import check_batch_losses
 from dpfl_lightning.federated.client.checks import check_fits
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.clipping import operations
@@ -68,7 +69,7 @@ def test_checks_of_a_large_model_cost_about_100_records_and_copy_nothing_frozen(
     module, population, engine = ClientModule(Wide(frozen)), people(), FastEngine(1)
     SEEN.update(forward=0, backward=0, dtypes=set())
     check_fits(module, population)
-    engine.setup(module, population, Streams(), "poisson")
+    engine.setup(module, HeldClients(population), Streams(), "poisson")
     assert 0 < (SEEN["forward"] + SEEN["backward"]) / 2 <= 106 and SEEN["dtypes"] == {torch.float32}
     assert isinstance(engine.checked.choose(), FastClippedSum)
 
@@ -135,6 +136,7 @@ import torch
 from torch import nn
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.checks import check_fits
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.noise import Streams
@@ -149,7 +151,7 @@ layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU
 module = ClientModule(nn.Sequential(*layers, nn.Linear(width, 4)))
 before = kib("VmRSS")
 check_fits(module, population)
-FastEngine(1).setup(module, population, Streams(), "poisson")
+FastEngine(1).setup(module, HeldClients(population), Streams(), "poisson")
 print(json.dumps({"parameters": module.num_params, "kib": kib("VmHWM") - before}))
 """
 

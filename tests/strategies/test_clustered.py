@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PowerCut, cut_at, private
-from fakes import Absent, Recorder
+from fakes import Absent, Recorder, changed_releases
 from scipy.stats import chisquare
 from torch import nn
 
@@ -355,13 +355,7 @@ def test_groups_are_found_beside_personal_parameters(start):
 def test_an_update_that_is_not_finite_is_missing(start):
     clustered = Clustered()
     loop = start(clustered, rounds=3)
-    releases = loop.clients.engine.releases
-
-    def broken(plan, state, charge_numbers):
-        for row, release in releases(plan, state, charge_numbers):
-            yield row, release * (math.nan if (plan.round, plan.clients[row]) == (1, 2) else 1.0)
-
-    loop.clients.engine.releases = broken
+    changed_releases(loop, lambda round, client, delta: delta * (math.nan if (round, client) == (1, 2) else 1.0))
     with pytest.warns(UserWarning, match="not finite"):
         loop.run()
     assert clustered.embedding.isnan().any(dim=1).tolist() == [client == 2 for client in range(COUNT)]

@@ -54,13 +54,13 @@ def first_images():
 
 def spied(loop):
     """The arguments of every round that the loop will train: (plan, raw weights)."""
-    calls, train = [], loop.clients.engine.train
+    calls, train = [], loop.clients.train
 
-    def spy(plan, state, charge_numbers, raw_weights):
+    def spy(plan, models, raw_weights):
         calls.append((plan, raw_weights))
-        return train(plan, state, charge_numbers, raw_weights)
+        return train(plan, models, raw_weights)
 
-    loop.clients.engine.train = spy
+    loop.clients.train = spy
     return calls
 
 

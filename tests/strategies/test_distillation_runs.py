@@ -90,13 +90,13 @@ def test_an_unfinished_run_leaves_no_set(make_loop):
 
 def asked(loop) -> list[int]:
     """How many clients were asked in each round that anybody was asked in: filled when the loop runs."""
-    counts, train = [], loop.clients.engine.train
+    counts, train = [], loop.clients.train
 
-    def spy(plan, state, charge_numbers, raw_weights):
+    def spy(plan, models, raw_weights):
         counts.append(len(plan.clients))
-        return train(plan, state, charge_numbers, raw_weights)
+        return train(plan, models, raw_weights)
 
-    loop.clients.engine.train = spy
+    loop.clients.train = spy
     return counts
 
 

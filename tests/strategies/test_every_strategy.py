@@ -58,7 +58,7 @@ def test_a_resumed_run_equals_the_unbroken_one(name, loop_with):
 @pytest.mark.parametrize("name", EVERY)
 def test_absent_clients_a_round_without_any_and_an_update_that_is_not_finite(name, loop_with):
     loop = loop_with(name, Absent({1: (0, 2), 2: (0, 1, 2, 3), 3: (3,)}), seen := Recorder())
-    changed_releases(loop, lambda plan, row, delta: delta * math.nan if (row, plan.round) == (1, 3) else delta)
+    changed_releases(loop, lambda round, client, delta: delta * math.nan if (client, round) == (1, 3) else delta)
     assert loop.run().finished
     for report in seen.reports:
         sums = report.weights.sum(dim=1)

@@ -245,7 +245,7 @@ def test_a_false_update_of_personal_parameters_does_not_reach_the_model(streamed
     module = ClientModule(net, personal=[name])
     loop = make_loop(module=module, parts=strategies.build(rules))
     mask = module.personal_mask
-    changed_releases(loop, lambda plan, row, delta: delta.masked_fill(mask, 9.0))
+    changed_releases(loop, lambda round, client, delta: delta.masked_fill(mask, 9.0))
     before = module.flat
     loop.run()
     model = loop.state.models[0]

@@ -13,7 +13,7 @@ from torch import Tensor
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.records import Records
 from dpfl_lightning.federated.messages.query import ChargedQuery
-from dpfl_lightning.federated.messages.requests import Ask, Train
+from dpfl_lightning.federated.messages.requests import Ask, Charged, Train
 from dpfl_lightning.runtime.devices import sent
 
 #: what is counted: gradients of single records (one a record and step), and of these
@@ -21,9 +21,9 @@ COUNTED = ("gradients", "clipped", "not_finite")
 
 
 class Trainer(Protocol):
-    """Computes for one client what was charged; an engine does it."""
+    """Computes for clients what was charged; see `Engine`."""
 
-    def carry_out(self, client: Client, request: Train | Ask, charge_number: int) -> Any: ...
+    def compute(self, batch: Sequence[Charged]) -> list[Any]: ...
 
 
 class Log(Protocol):
@@ -110,7 +110,10 @@ class Client:
             return None
         purpose = request.question.purpose if isinstance(request, Ask) else "training"
         with log.secret_draws(purpose, request.round):
-            return trainer.carry_out(self, request, number)
+            (released,) = trainer.compute([Charged(self.number, request, number)])
+        if isinstance(released, Exception):
+            raise released
+        return released
 
     @property
     def personal(self) -> Tensor | None:

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.data import Population
+from dpfl_lightning.federated.client.channel import Channel
 from dpfl_lightning.federated.client.draws import fixed_rng
-from dpfl_lightning.federated.client.engines.engine import Batch, Engine
+from dpfl_lightning.federated.client.engines.engine import Batch
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models.tasks import IGNORED
 from dpfl_lightning.privacy.clipping.inputs import Block, take
@@ -127,16 +128,16 @@ def whole_numbers(module: ClientModule, population: Population) -> list[Numbers 
 
 
 @torch.no_grad()
-def seconds_per_record(engine: Engine, module: ClientModule, population: Population, batch_size: int) -> float:
+def seconds_per_record(channel: Channel, module: ClientModule, population: Population, batch_size: int) -> float:
     """An estimate of the time of one record in one step, from three steps on random data, of a large model from one."""
     x, y = dummy_units(population, 4 if module.large else batch_size, module.device)
     params, times = module.unflatten(module.flat), []
     for _ in range(1 if module.large else 3):
         begun = time.perf_counter()
         with tensors_restored(module.net):
-            float(engine.clipped_sum(params, x, y, ClipRequest(1.0))[0].sum())
+            float(channel.engine.clipped_sum(params, x, y, ClipRequest(1.0))[0].sum())
         times.append(time.perf_counter() - begun)
-    return min(times) / len(y) / (engine.workers or 1)
+    return min(times) / len(y) / channel.workers
 
 
 def on_cpu(module: ClientModule) -> ClientModule:

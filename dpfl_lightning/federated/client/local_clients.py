@@ -14,6 +14,7 @@ from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.client.answers import check_answerable
+from dpfl_lightning.federated.client.channel import Channel, send_round
 from dpfl_lightning.federated.client.checks import check_fits, naming_layers
 from dpfl_lightning.federated.client.client import Client, HeldClients
 from dpfl_lightning.federated.client.draws import fixed_rng
@@ -27,9 +28,10 @@ from dpfl_lightning.federated.client.run_log import RunLog
 from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Diagnostics, Evaluation
 from dpfl_lightning.federated.messages.facts import Facts
+from dpfl_lightning.federated.messages.inbox import AnswerBox
 from dpfl_lightning.federated.messages.plan import ClassGradients, Job, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
-from dpfl_lightning.federated.messages.requests import Ask, Train
+from dpfl_lightning.federated.messages.requests import Ask, Charged, Train
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.models import check_net
@@ -70,7 +72,7 @@ class LocalClients(RunLog):
         self,
         population: Population,
         module: ClientModule,
-        engine: Engine,
+        channel: Channel,
         privacy: PrivacyOptions | None,
         names: Sequence[str] | None = None,
         numbers: Sequence[int] | None = None,
@@ -84,11 +86,15 @@ class LocalClients(RunLog):
         silent = population.persons is not None and population.rows_per_person is None and most in (None, 1)
         several = (SEVERAL_RECORDS,) if silent and privacy is not None else ()
         super().__init__(privacy, population.names if names is None else names, (*several, *population.caveats))
-        self.module, self.engine, self.device = module, engine, module.device
+        self.module, self.channel, self.device = module, channel, module.device
         self.held = HeldClients(population, numbers, count)
         self._seconds = math.nan
         self._baseline: Mapping[str, float | None] | None = None  # known after the first evaluation
         self._accepted: tuple[RoundPlan, list[int]] | None = None
+
+    @property
+    def engine(self) -> Engine:
+        return self.channel.engine
 
     @property
     def population(self) -> Population:
@@ -98,7 +104,8 @@ class LocalClients(RunLog):
     def description(self) -> str:
         parts = [self.engine.description, "without TF32" * (self.device.type == "cuda")]
         words = ", ".join(filter(None, parts))
-        return f"{self.engine.name} ({words})" if words else self.engine.name
+        how = f"{self.engine.name} ({words})" if words else self.engine.name
+        return ", ".join(filter(None, (how, self.channel.description)))
 
     @property
     def noise(self) -> str:
@@ -117,7 +124,7 @@ class LocalClients(RunLog):
         return self.holders.outlook(plan)
 
     def run(self, work: Callable[[], T]) -> T:
-        return work()
+        return self.channel.run(self.module, self.held, work)
 
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
         self.prepare(folder, plan)
@@ -126,7 +133,7 @@ class LocalClients(RunLog):
             self.held = self.held.chosen(self._streams.simulation or self.folder.data_key(ended))
         self.held.trainer, self.held.log = self.engine, self
         with naming_layers(self.module.net):
-            self.engine.setup(self.module, self.population, self._streams, self.sampling, self.held)
+            self.channel.setup(self.module, self.held, self._streams, self.sampling)
             with fixed_rng(self.device):
                 self.seconds_per_record(batch_size=1)
         records = functools.partial(data_digests, self.held)
@@ -174,18 +181,20 @@ class LocalClients(RunLog):
         if accepted is None or accepted[0] is not plan:
             raise RuntimeError("clients train by the last plan that they have accepted, and only once")
         with self.secret_draws("training", plan.round):
-            updates = self.engine.train(plan, models, accepted[1], raw_weights)
-        self._tell_failures(plan.round, plan.clients)
-        return updates
+            inbox = send_round(self.channel, plan, models, accepted[1], raw_weights)
+        self._tell_failures(plan.round, plan.clients, inbox.failed)
+        return inbox.updates()
 
     def ask(self, query: ChargedQuery, round: int) -> Answers:
         check_answerable(query, of_persons=self.population.rows_per_person is not None)
         check_net(self.module.net)
         clients, numbers = self.budgets.charge_query(query, round)
+        asked, inbox = Ask(round, query.only(clients)), AnswerBox()
         with self.secret_draws(query.purpose, round):
-            answers = self.engine.ask(query.only(clients), round, numbers)
-        self._tell_failures(round, clients)
-        return answers
+            pairs = zip(clients, numbers, strict=True)
+            self.channel.send([Charged(client, asked, number) for client, number in pairs], inbox)
+        self._tell_failures(round, clients, inbox.failed)
+        return inbox.of(clients)
 
     def charge(self, client: int, request: Train | Ask) -> int | None:
         check_net(self.module.net)
@@ -200,12 +209,11 @@ class LocalClients(RunLog):
         """One of the clients, which charges and answers what it is asked."""
         return self.held.client(number)
 
-    def _tell_failures(self, round: int, clients: Sequence[int]) -> None:
+    def _tell_failures(self, round: int, clients: Sequence[int], failed: Mapping[int, Exception]) -> None:
         """Warn of the clients that failed, whose errors are kept in the folder; raise the error if all of them did.
 
         **Privacy** That a client failed, and the type of its error, may depend on its records: no guarantee covers it.
         """
-        failed = self.engine.failed
         if not failed:
             return
         if len(failed) == len(clients):
@@ -216,7 +224,6 @@ class LocalClients(RunLog):
         who = ", ".join(f"{self.name_of(one)} ({type(failed[one]).__name__})" for one in sorted(failed))
         words = f"round {round}: clients failed, and are left out of it: {who}; they have paid"
         warn_user(f"{words}. Tracebacks are in {self.folder.errors_file}")
-        failed.clear()  # tracebacks hold tensors
 
     def secret_draws(self, purpose: str, round: int) -> AbstractContextManager[None]:
         """Seed what models draw, such as dropout, as secretly as noise.
@@ -232,10 +239,10 @@ class LocalClients(RunLog):
 
     def personalised(self, model: Tensor, client: int) -> Tensor:
         """`model` `[P]` with the client's personal parameters."""
-        return self.engine.personalised(model, client)
+        return self.channel.personalised(model, client)
 
     def evaluate(self, final_models: ClientModels) -> Evaluation:
-        scores = evaluate(self.module, self.population, final_models, self.engine, self._baseline)
+        scores = evaluate(self.module, self.population, final_models, self.channel, self._baseline)
         self._baseline = scores.baseline
         return scores
 
@@ -244,5 +251,5 @@ class LocalClients(RunLog):
 
     def seconds_per_record(self, batch_size: int) -> float:
         if not self.module.large or math.isnan(self._seconds):
-            self._seconds = seconds_per_record(self.engine, self.module, self.population, batch_size)
+            self._seconds = seconds_per_record(self.channel, self.module, self.population, batch_size)
         return self._seconds

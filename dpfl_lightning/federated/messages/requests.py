@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -64,17 +65,44 @@ class Evaluate:
     model: Tensor
 
 
-def train_request(plan: RoundPlan, row: int, models: Tensor) -> Train:
-    """What a round's plan asks of the client in this row, given the server's models `[K, P]`."""
-    return Train(
-        plan.round,
-        plan.purpose,
-        plan.mechanism_of[row],
-        plan.steps[row],
-        plan.job,
-        plan.learning_rate_of[row],
-        models[plan.model_of[row]],
-        None if plan.anchors is None else plan.anchors[plan.anchor_of[row]],
-        plan.pull,
-        plan.optimizer,
-    )
+@dataclass(frozen=True)
+class Charged:
+    """A request that a client has paid for; `number` is that of its charge in the round, which selects its noise."""
+
+    client: int
+    request: Train | Ask
+    number: int
+
+
+def train_requests(plan: RoundPlan, models: Tensor) -> list[Train]:
+    """What a round's plan asks of each of its clients, given the server's models `[K, P]`; equal requests are one."""
+    starts = models.unbind()
+    anchors = () if plan.anchors is None else plan.anchors.unbind()
+    anchor_of = plan.anchor_of or (0,) * len(plan.clients)
+    made: dict[tuple[object, ...], Train] = {}
+    found = []
+    for key in zip(plan.mechanism_of, plan.steps, plan.learning_rate_of, plan.model_of, anchor_of, strict=True):
+        if (request := made.get(key)) is None:
+            mechanism, steps, rate, model, anchor = key
+            pulled = anchors[anchor] if anchors else None
+            request = Train(
+                plan.round,
+                plan.purpose,
+                mechanism,
+                steps,
+                plan.job,
+                rate,
+                starts[model],
+                pulled,
+                plan.pull,
+                plan.optimizer,
+            )
+            made[key] = request
+        found.append(request)
+    return found
+
+
+def charged_requests(plan: RoundPlan, models: Tensor, numbers: Sequence[int]) -> list[Charged]:
+    """`train_requests` with the numbers of the clients' charges `[C]`."""
+    rows = zip(plan.clients, train_requests(plan, models), numbers, strict=True)
+    return [Charged(client, request, number) for client, request, number in rows]

@@ -13,6 +13,7 @@ import torch
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
+from dpfl_lightning.federated.messages.inbox import Inbox
 from dpfl_lightning.federated.messages.plan import ClassGradients, Job, RoundPlan
 from dpfl_lightning.privacy.mechanism import Mechanism
 
@@ -155,21 +156,24 @@ def is_sound(delta: Tensor, job: Job) -> Tensor:
     return (size <= limit) & size.isfinite()
 
 
-class UpdateBuffer:
+class UpdateBuffer(Inbox):
     """Collects the updates of a round, or adds them up if `weights` `[K, C]` are known before training.
 
-    Updates that are not finite are dropped, and changes of parameters beyond `LARGEST`.
+    Updates that are not finite are dropped, and changes of parameters beyond `LARGEST`. The sum of a part has the rows
+    `models` of the whole one.
     """
 
-    def __init__(self, plan: RoundPlan, weights: Tensor | None = None) -> None:
-        self.plan = plan
+    def __init__(self, plan: RoundPlan, weights: Tensor | None = None, models: Sequence[int] | None = None) -> None:
+        super().__init__()
+        self.plan, self.models = plan, models
         self.total = None if weights is None else WeightedSum(weights)
         self.deltas: Tensor | None = None
-        self._lost: list[int] = []  # rows
-        self._absent: list[int] = []
-        self._sound: dict[int, Tensor] = {}
+        self._row_of = {client: row for row, client in enumerate(plan.clients)}
+        self._absent: set[int] = set()  # clients
+        self._sound: dict[int, Tensor] = {}  # by row
 
-    def take(self, row: int, delta: Tensor) -> None:
+    def take(self, client: int, released: Tensor) -> None:
+        row, delta = self._row_of[client], released
         self._sound[row] = sound = is_sound(delta, self.plan.job)
         if delta.device.type not in _READ_AT_ONCE:
             delta = torch.where(sound, delta, 0.0)  # adds nothing
@@ -182,29 +186,35 @@ class UpdateBuffer:
                 self.deltas = delta.new_empty(len(self.plan.clients), *delta.shape)
             self.deltas[row] = delta
 
-    def lose(self, row: int) -> None:
-        """Go on without the update of this row, which does not arrive."""
-        self._lost.append(row)
-        self._absent.append(row)
+    def lose(self, client: int) -> None:
+        self._absent.add(client)
 
-    def merge(self, part: ClientUpdates, models: Sequence[int] | None = None) -> None:
-        """Add the updates of another process; its sum is for all models, or for those at rows `models`."""
-        row_of = {client: row for row, client in enumerate(self.plan.clients)}
-        self._lost += [row_of[client] for client in part.lost]
-        self._absent += [row_of[client] for client in part.absent]
-        if part.total is not None and self.total is not None:
-            self.total.merge(part.total, models)
-        elif part.deltas is not None:
-            for client, delta in zip(part.clients, part.deltas, strict=True):
-                self.take(row_of[client], delta)
+    def part(self, clients: Sequence[int]) -> UpdateBuffer:
+        plan = dataclasses.replace(self.plan.only({*clients}.__contains__), anchors=None, anchor_of=())
+        if self.total is None:
+            return UpdateBuffer(plan)
+        weights = self.total.weights[:, [self._row_of[client] for client in plan.clients]]
+        models = weights.any(dim=1).nonzero().flatten().tolist()  # others need no memory
+        return UpdateBuffer(plan, weights[models], models)
+
+    def merge(self, part: UpdateBuffer) -> None:
+        super().merge(part)
+        self._absent |= part._absent
+        for row, sound in part._sound.items():
+            client = part.plan.clients[row]
+            if part.deltas is not None and sound:
+                self.take(client, part.deltas[row])
+            self._sound[self._row_of[client]] = sound
+        if self.total is not None and part.total is not None:
+            self.total.merge(part.total, part.models)
 
     def updates(self) -> ClientUpdates:
         sound = torch.stack(list(self._sound.values())).tolist() if self._sound else []
-        lost_rows = {*self._lost, *(row for row, found in zip(self._sound, sound, strict=True) if not found)}
-        lost, absent = (tuple(sorted(self.plan.clients[row] for row in rows)) for rows in (lost_rows, self._absent))
-        kept = self.plan.only(lambda client: client not in lost)
-        deltas = self.deltas
+        unsound = {self.plan.clients[row] for row, found in zip(self._sound, sound, strict=True) if not found}
+        lost = unsound | self._absent
+        kept, deltas = self.plan.only(lambda client: client not in lost), self.deltas
         if deltas is not None and lost:
-            deltas = deltas[[row for row in range(len(self.plan.clients)) if row not in lost_rows]]
+            deltas = deltas[[row for client, row in self._row_of.items() if client not in lost]]
         found = ClientUpdates.announced(kept)
-        return dataclasses.replace(found, deltas=deltas, total=self.total, lost=lost, absent=absent)
+        gone, absent = tuple(sorted(lost)), tuple(sorted(self._absent))
+        return dataclasses.replace(found, deltas=deltas, total=self.total, lost=gone, absent=absent)

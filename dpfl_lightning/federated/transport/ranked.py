@@ -1,26 +1,23 @@
-"""Distribution of the clients' work over ranks: which rank trains which clients, and how the results are joined."""
+"""The clients of a run on several ranks: which rank computes for which clients, and how the results are joined."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require
-from dpfl_lightning.federated.client.client import Client, HeldClients
-from dpfl_lightning.federated.client.engines import one_batch
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.identity import equal_ranks
-from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
-from dpfl_lightning.federated.messages.requests import Ask, Train
-from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
+from dpfl_lightning.federated.messages.inbox import Inbox
+from dpfl_lightning.federated.messages.requests import Charged, Train
 from dpfl_lightning.federated.transport.ranks import LostRank, Ranks
+from dpfl_lightning.federated.transport.threads import Threads
 from dpfl_lightning.models.model import forward_chunk
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.runtime.stopping import between_rounds
@@ -47,8 +44,17 @@ def spread(costs: Sequence[float], ranks: int) -> list[list[int]]:
     return [sorted(assigned) for assigned in pieces]
 
 
-class RankedEngine:
-    """An engine that distributes the work over one engine per rank. Rank 0 works, too; the other ranks `serve`.
+@dataclass(frozen=True)
+class Share:
+    """What a rank computes of a round: requests, an empty inbox for their replies, and personal parameters."""
+
+    requests: list[Charged]
+    inbox: Inbox
+    personal: dict[int, Tensor]
+
+
+class RankChannel:
+    """The `Channel` to clients on all ranks, each of which has one engine. Rank 0 works, too; the others `serve`.
 
     **Guarantees** The result has the same bits for any number of ranks: a client's release depends only on its
     streams, all ranks are checked to have equal code, data, engine and device, and sums are exact until they are
@@ -60,82 +66,76 @@ class RankedEngine:
     of gradients, outputs of evaluation.
     """
 
-    def __init__(self, inner: Engine, ranks: Ranks) -> None:
-        self.inner, self.ranks = inner, ranks
-        self.name, self.description, self.workers = inner.name, inner.description, inner.workers
-        self.failed: dict[int, Exception] = {}
+    def __init__(self, engine: Engine, ranks: Ranks) -> None:
+        self.engine, self.ranks = engine, ranks
+        self.description, self._here = f"{ranks.size} ranks", Threads(engine)
 
-    @property
-    def clients(self) -> HeldClients:
-        return self.inner.clients
+    def run(self, module: ClientModule, clients: HeldClients, work: Callable[[], T]) -> T:
+        try:
+            if self.ranks.rank == 0:
+                return self.ranks.broadcast((None, work()))[1]
+            self.take(module, clients.population)
+            with between_rounds() as check_signals:
+                try:
+                    return self._serve()
+                except LostRank:
+                    check_signals()  # rank 0 ended because of a signal, which this rank has received, too
+                    raise
+        except BaseException:
+            self.ranks.leave()
+            raise
 
     # -- rank 0
 
-    def setup(
-        self,
-        module: ClientModule,
-        population: Population,
-        streams: Streams,
-        sampling: str,
-        clients: HeldClients | None = None,
-    ) -> None:
-        self.take(module, population)
-        self._held = clients
-        units = population.units, population.held_out_units
+    def setup(self, module: ClientModule, clients: HeldClients, streams: Streams, sampling: str) -> None:
+        self.take(module, clients.population)
+        self._clients = clients
+        units = clients.population.units, clients.population.held_out_units
         work = (streams, sampling, module.net.state_dict(), torch.get_num_threads(), units)
-        everyone = [(rank,) for rank in range(self.ranks.size)]
-        (workers, identity), *others = self._on_all("_set_up", everyone, *work)
-        self.clipped_sum, self.description = self.inner.clipped_sum, self.inner.description
-        self.workers = (workers or 1) + sum(theirs or 1 for theirs, _ in others)
+        (workers, identity), *others = self._on_all("_set_up", [()] * self.ranks.size, *work)
+        self.workers = workers + sum(theirs for theirs, _ in others)
         for rank, (_, theirs) in enumerate(others, start=1):
             for name, value in identity.items():
                 advice = "Start all ranks from the same installation and configuration, on equal machines."
                 require(theirs[name] == value, "ranks", f"all have the same {name}", f"another on rank {rank}", advice)
 
-    def train(
-        self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
-    ) -> ClientUpdates:
-        state = self.clients.state_dict()
-        groups = one_batch.groups(plan, self.module)  # splitting a group would change bits
-        costs = [records + STEP * steps for records, steps in zip(plan.expected_records, plan.steps, strict=True)]
+    def send(self, requests: Sequence[Charged], inbox: Inbox) -> None:
+        state = self._clients.state_dict()
+        batches = self.engine.batches(requests)  # splitting a batch would change bits
+        costs = [sum(map(self._cost, (requests[place] for place in places))) for places in batches]
         shares = [
-            sorted(row for group in assigned for row in groups[group])
-            for assigned in spread([sum(costs[row] for row in rows) for rows in groups], self.ranks.size)
+            self._share([requests[place] for batch in assigned for place in batches[batch]], inbox, state["personal"])
+            for assigned in spread(costs, self.ranks.size)
         ]
-        received = UpdateBuffer(plan, raw_weights)
-        self.failed.clear()
-        work = (plan, models, charge_numbers, raw_weights, state["personal"])
-        for updates, added_to, theirs, failed in self._on_all("_train", shares, *work):
-            received.merge(updates, added_to)
-            self.failed |= failed
+        for part, theirs in self._on_all("_send", shares):
+            inbox.merge(part)
             state["personal"].update(theirs["personal"])
             state["counts"] += theirs["counts"]
-        self.clients.load_state_dict(state)
-        return received.updates()
+        self._clients.load_state_dict(state)
 
-    def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
-        shares = spread([float(self.population.num_records[client]) for client in query.clients], self.ranks.size)
-        answers: dict[int, object] = {}
-        self.failed.clear()
-        for theirs, failed in self._on_all("_ask", shares, query, round, charge_numbers):
-            answers |= theirs
-            self.failed |= failed
-        return {client: answers[client] for client in query.clients if client in answers}
+    def _share(self, requests: list[Charged], inbox: Inbox, personal: dict[int, Tensor]) -> Share | None:
+        if not requests:
+            return None
+        clients = [charged.client for charged in requests]
+        return Share(requests, inbox.part(clients), {one: personal[one] for one in clients if one in personal})
+
+    def _cost(self, charged: Charged) -> float:
+        if isinstance(request := charged.request, Train):
+            return (request.expected_records + STEP) * request.steps
+        return float(self._clients.population.num_records[charged.client])
 
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         chunk = forward_chunk(model.device)
         chunks = -(-len(rows) // chunk)
         size = -(-chunks // self.ranks.size) * chunk
         if len(rows) <= size:
-            return self.inner.outputs(model, rows)
+            return self._here.outputs(model, rows)
         shares = [rows[rank * size :][:size] for rank in range(self.ranks.size)]
-        return torch.cat(self._on_all("_outputs", shares, model.clone()))  # a view brings the whole memory behind it
+        parts = self._on_all("_outputs", [one if len(one) else None for one in shares], model.clone())
+        return torch.cat(parts)  # of a clone: a view brings the whole memory behind it
 
     def personalised(self, model: Tensor, client: int) -> Tensor:
-        return self.inner.personalised(model, client)
-
-    def carry_out(self, client: Client, request: Train | Ask, charge_number: int) -> Any:
-        return self.inner.carry_out(client, request, charge_number)
+        return self._here.personalised(model, client)
 
     def _on_all(self, method: str, shares: Sequence[Any], *arguments: Any) -> list[Any]:
         """Call a method with its share of the work on every rank that has one, and return what they answer."""
@@ -148,7 +148,7 @@ class RankedEngine:
 
     # -- all ranks
 
-    def serve(self) -> Any:
+    def _serve(self) -> Any:
         """Work for rank 0 until its run has ended successfully, and return the result of the run."""
         while True:
             method, content = self.ranks.broadcast((None, ()))
@@ -157,15 +157,15 @@ class RankedEngine:
             self.ranks.gather(self._answer(method, *content))
 
     def take(self, module: ClientModule, population: Population) -> None:
-        self.module, self.population, self._held = module, population, None
-        if self.inner.workers is None and module.device.type == "cpu":
-            self.inner.workers = self.ranks.cores
+        self._module, self._clients = module, HeldClients(population)
+        if self.engine.workers is None and module.device.type == "cpu":
+            self.engine.workers = self.ranks.cores
 
     def _answer(self, method: str, shares: Sequence[Any], *arguments: Any) -> Any:
         """The result of a method, or its exception: the other ranks wait for this rank in any case."""
         share = shares[self.ranks.rank]
         try:
-            return getattr(self, method)(share, *arguments) if len(share) else None
+            return None if share is None else getattr(self, method)(share, *arguments)
         except Exception as error:
             return error if self.ranks.rank == 0 else self.ranks.portable(error)
 
@@ -177,81 +177,24 @@ class RankedEngine:
         net: dict[str, Tensor],
         threads: int,
         units: tuple[list[Tensor] | None, list[Tensor] | None],
-    ) -> tuple[int | None, dict[str, str]]:
-        self.module.net.load_state_dict(net)  # includes parameters that are not trained, which may differ between ranks
-        if units[0] is not None:  # chosen by the key of rank 0
-            train, held_out = ([rows.to(self.module.device) for rows in one or ()] for one in units)
-            self.population = dataclasses.replace(self.population, units=train, held_out_units=held_out)
-        self.inner.setup(self.module, self.population, streams, sampling, self._held)
+    ) -> tuple[int, dict[str, str]]:
+        self._module.net.load_state_dict(net)  # with parameters that are not trained, which may differ between ranks
+        if self.ranks.rank > 0 and units[0] is not None:  # chosen by the key of rank 0
+            train, held_out = ([rows.to(self._module.device) for rows in one or ()] for one in units)
+            population = self._clients.population
+            self._clients = HeldClients(dataclasses.replace(population, units=train, held_out_units=held_out))
+        self._here.setup(self._module, self._clients, streams, sampling)
         torch.set_num_threads(threads)  # the number of threads within an operator affects bits
-        return self.inner.workers, equal_ranks(self.inner, self.module)
+        return self._here.workers, equal_ranks(self.engine, self._module)
 
-    def _train(
-        self,
-        rows: Sequence[int],
-        plan: RoundPlan,
-        models: Tensor,
-        charge_numbers: Sequence[int],
-        raw_weights: Tensor | None,
-        personal: dict[int, Tensor],
-    ) -> tuple[ClientUpdates, list[int] | None, dict[str, Any], dict[int, Exception]]:
-        """Train this rank's share; return updates and the models to which they are added, personal parameters and
-        counts of this round, and errors.
-        """
-        clients = {plan.clients[row] for row in rows}
-        weights = added_to = None
-        if raw_weights is not None:
-            added_to = raw_weights[:, rows].any(dim=1).nonzero().flatten().tolist()
-            weights = raw_weights[added_to][:, rows]
-        ours = {client: value for client, value in personal.items() if client in clients}
-        held = self.clients
-        held.load_state_dict({"personal": ours, "counts": torch.zeros_like(held.counts)})
-        numbers = [charge_numbers[row] for row in rows]
-        updates = self.inner.train(plan.only(clients.__contains__), models, numbers, weights)
-        return updates, added_to, held.state_dict(), self._errors()
-
-    def _ask(
-        self, rows: Sequence[int], query: ChargedQuery, round: int, charge_numbers: Sequence[int]
-    ) -> tuple[Answers, dict[int, Exception]]:
-        part = query.only(tuple(query.clients[row] for row in rows))
-        return self.inner.ask(part, round, [charge_numbers[row] for row in rows]), self._errors()
+    def _send(self, share: Share) -> tuple[Inbox, dict[str, Any]]:
+        """Compute this rank's share; return the inbox, with personal parameters and counts of this round."""
+        counts = torch.zeros_like(self._clients.counts)
+        self._clients.load_state_dict({"personal": share.personal, "counts": counts})
+        self._here.send(share.requests, share.inbox)
+        if self.ranks.rank > 0:
+            share.inbox.failed = {one: self.ranks.portable(error) for one, error in share.inbox.failed.items()}
+        return share.inbox, self._clients.state_dict()
 
     def _outputs(self, rows: Tensor, model: Tensor) -> Tensor:
-        return self.inner.outputs(model, rows)
-
-    def _errors(self) -> dict[int, Exception]:
-        failed, here = dict(self.inner.failed), self.ranks.rank == 0
-        self.inner.failed.clear()  # tracebacks hold tensors
-        return {client: error if here else self.ranks.portable(error) for client, error in failed.items()}
-
-
-class RankedClients(LocalClients):
-    """`LocalClients` whose work is distributed over ranks. The server's side and the ledger are on rank 0."""
-
-    engine: RankedEngine
-
-    def __init__(
-        self, population: Population, module: ClientModule, engine: Engine, privacy: PrivacyOptions | None, ranks: Ranks
-    ) -> None:
-        super().__init__(population, module, RankedEngine(engine, ranks), privacy)
-        self.ranks = ranks
-
-    @property
-    def description(self) -> str:
-        return f"{super().description}, {self.ranks.size} ranks"
-
-    def run(self, work: Callable[[], T]) -> T:
-        """Rank 0 does the work; the other ranks train their shares for it, and return its result, too."""
-        try:
-            if self.ranks.rank == 0:
-                return self.ranks.broadcast((None, work()))[1]
-            self.engine.take(self.module, self.population)
-            with between_rounds() as check_signals:
-                try:
-                    return self.engine.serve()
-                except LostRank:
-                    check_signals()  # rank 0 ended because of a signal, which this rank has received, too
-                    raise
-        except BaseException:
-            self.ranks.leave()
-            raise
+        return self._here.outputs(model, rows)

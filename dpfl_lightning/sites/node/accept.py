@@ -21,6 +21,7 @@ from dpfl_lightning.federated.client.identity import module_digest
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.query import ScoreCounts
+from dpfl_lightning.federated.transport.threads import Threads
 from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.ledger.verify import read
@@ -76,7 +77,7 @@ class Offer(NamedTuple):
         module = build_module(self.options, self.facts)
         names, count = client_names(self.terms.sites), len(self.terms.sites)
         seat = names, (self.client,), count
-        clients = LocalClients(self.population, module, build_engine("fast"), self.options.privacy, *seat)
+        clients = LocalClients(self.population, module, Threads(build_engine("fast")), self.options.privacy, *seat)
         counts = any(line.event.counts_held_out for line in plan.schedule.clients[self.client].planned)
         task, must = module.task, f"count held-out records of a task {' or '.join(ScoreCounts.tasks)}"
         known = task is not None and task.name in ScoreCounts.tasks

@@ -163,7 +163,7 @@ class Study:
 
             write_report(self._folder, clients.population)
             if held_out:
-                scores = evaluate_own(clients.module, clients.held, model, number, clients.engine)
+                scores = evaluate_own(clients.module, clients.held, model, number, clients.channel)
                 kept = KeptScores(round, held_out, scores.test, scores.baseline)
                 write_scores(self._folder, kept, clients.guarantees()[number])
         except Exception as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import secrets
 import socket
@@ -27,7 +26,7 @@ from dpfl_lightning.federated.messages.clients import LostClients, RunPlan
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation
 from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, answer_fits
-from dpfl_lightning.federated.messages.requests import Ask, Evaluate, Train, train_request
+from dpfl_lightning.federated.messages.requests import Ask, Evaluate, Train, train_requests
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
@@ -224,25 +223,25 @@ class RemoteClients(RunLog):
     def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
         if plan.optimizer != self._terms.plan.optimizer:
             raise RuntimeError("the optimiser of a round must be that of the accepted plan")
-        received, models = UpdateBuffer(plan, raw_weights), models.cpu()
+        inbox, models = UpdateBuffer(plan, raw_weights), models.cpu()
         plan = plan if plan.anchors is None else dataclasses.replace(plan, anchors=plan.anchors.cpu())
-        request = functools.partial(train_request, plan, models=models)
-        for row, value in self._ask_all(plan.clients, request, plan.round, plan.purpose):
+        requests = dict(zip(plan.clients, train_requests(plan, models), strict=True))
+        for client, value in self._ask_all(requests, plan.round, plan.purpose):
             if value is None:
-                received.lose(row)
+                inbox.lose(client)
             else:
-                received.take(row, self._checked(value, plan, models).to(self.device))
-        return received.updates()
+                inbox.take(client, self._checked(value, plan, models).to(self.device))
+        return inbox.updates()
 
     def ask(self, query: ChargedQuery, round: int) -> Answers:
         clients = tuple(one for one in query.clients if self._may_pay(one, round, query.purpose))
 
-        def question(row: int) -> Ask:
-            asked = {clients[row]: query.mechanism_of[clients[row]]}
+        def question(client: int) -> Ask:
+            asked = {client: query.mechanism_of[client]}
             return Ask(round, dataclasses.replace(query.question, mechanism_of=asked))
 
-        replies = self._ask_all(clients, question, round, query.purpose)
-        answers = {clients[row]: value for row, value in replies if value is not None}
+        replies = self._ask_all({client: question(client) for client in clients}, round, query.purpose)
+        answers = {client: value for client, value in replies if value is not None}
         for client, value in answers.items():
             if not answer_fits(query.question, client, value):
                 name = self.name_of(client)
@@ -315,19 +314,17 @@ class RemoteClients(RunLog):
         planned = self.budgets.schedule.planned(client, purpose)
         return self.ledger.used(client, purpose) < planned.count or bool(self.ledger.charges(client, round))
 
-    def _ask_all(
-        self, clients: Sequence[int], request: Callable[[int], Request], round: int, purpose: str
-    ) -> list[tuple[int, Any]]:
-        """Ask the nodes at the same time; return rows and released values, None of a node that refuses or is late."""
-        lost = self._ask_late(tuple(client for client in clients if client in self._late))
-        asked = [row for row, client in enumerate(clients) if client not in self._late]
-        answers = self._answers([clients[row] for row in asked], [request(row) for row in asked])
-        values: list[tuple[int, Any]] = [(row, None) for row, client in enumerate(clients) if client in self._late]
-        for row, answer in zip(asked, answers, strict=True):
-            value, name = None, self.name_of(clients[row])
+    def _ask_all(self, requests: Mapping[int, Train | Ask], round: int, purpose: str) -> list[tuple[int, Any]]:
+        """Ask the nodes at the same time; return what each has released, None of one that refuses or is late."""
+        lost = self._ask_late(tuple(client for client in requests if client in self._late))
+        asked = [client for client in requests if client not in self._late]
+        answers = self._answers(asked, [requests[client] for client in asked])
+        values: list[tuple[int, Any]] = [(client, None) for client in requests if client in self._late]
+        for client, answer in zip(asked, answers, strict=True):
+            value, name = None, self.name_of(client)
             if isinstance(answer, LateClients):
                 warn_user(f"round {round}: {answer} It is left out of this round.")
-                self._late[clients[row]] = (round, purpose)
+                self._late[client] = (round, purpose)
             elif isinstance(answer, LostClients):
                 lost.append(answer)
             elif isinstance(answer.reply, Welcome):
@@ -343,11 +340,11 @@ class RemoteClients(RunLog):
                     means = REFUSALS.get(answer.reply.code, "the site states no known reason")
                     warn_user(f"the node of client {name} refuses: {means}")
                     if answer.receipt.ledger is None:  # it does not tell what it has paid for
-                        self._late[clients[row]] = (round, purpose)
-            values.append((row, value))
+                        self._late[client] = (round, purpose)
+            values.append((client, value))
         if lost:  # after what the others have paid is on record
             raise lost[0]
-        if clients and all(value is None for _, value in values):
+        if values and all(value is None for _, value in values):
             raise LostClients(f"`--nodes` must send releases, got none in round {round}.")
         return values
 

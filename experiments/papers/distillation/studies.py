@@ -16,8 +16,7 @@ from dpfl_lightning.build import build_net, build_population
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require
-from dpfl_lightning.federated.client.engines.serial import SerialEngine
-from dpfl_lightning.federated.client.evaluation import evaluate
+from dpfl_lightning.federated.client.evaluation import PlainScorer, evaluate
 from dpfl_lightning.federated.client.local_clients import facts_of
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels
@@ -26,7 +25,6 @@ from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.papers.sets.distilled_set import DistilledSet
-from dpfl_lightning.privacy.noise import Streams
 from experiments.papers.cells import Cell
 from experiments.papers.distillation.baselines import (
     ON_A_SET,
@@ -167,9 +165,8 @@ def scored(build: Callable[[int], nn.Module], population: Population, model: Ten
     both = dataclasses.replace(
         population, train_of=[torch.cat(population.train_of)], held_out_of=[population.public], groups=None
     )
-    module, engine = ClientModule(build(0)).to(population.x.device), SerialEngine()
-    engine.setup(module, both, Streams(), "poisson")  # no noise is drawn
-    evaluation = evaluate(module, both, ClientModels(model[None], (0,)), engine)
+    module = ClientModule(build(0)).to(population.x.device)
+    evaluation = evaluate(module, both, ClientModels(model[None], (0,)), PlainScorer(module, both))
     return {
         "holdout_accuracy": 100 * (evaluation.clients[0].accuracy or 0.0),
         "test_accuracy": 100 * (evaluation.test.accuracy or 0.0),

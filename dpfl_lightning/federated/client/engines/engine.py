@@ -1,18 +1,16 @@
 """The protocol of engines: how clients carry out a round. Engines change speed, never results."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from dpfl_lightning.data import Population
-from dpfl_lightning.federated.client.client import Client, HeldClients
+from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
-from dpfl_lightning.federated.messages.requests import Ask, Train
-from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.messages.requests import Charged
 from dpfl_lightning.models.optimizers import LocalOptimizer
 from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.privacy.clipping.reference import ClippedSum
@@ -25,49 +23,34 @@ FEW_RECORDS = 128  # expected of a client: a client with more fills a pass alone
 
 
 class Engine(Protocol):
-    """Runs the clients' work. Everything it returns is noised; the caller has charged it beforehand.
-
-    A client whose work raises an error releases nothing: its update is lost, or its answer is missing. A UserError,
-    which the user has to correct, is raised.
+    """Computes what clients were asked for and have paid for. Everything it returns is noised.
 
     Attributes:
-        workers, clipped_sum: clients that are trained at once, and how their gradients are summed; after `setup`.
+        workers: how many copies compute at the same time; None: one a core, one on a GPU.
+        clipped_sum: how gradients are summed; after `setup`.
         clients: those whose records are in this process, with what stays with them; after `setup`.
-        failed: the error of each client that failed in the last `train` or `ask`; private.
     """
 
     name: str
     description: str
     workers: int | None
     clipped_sum: ClippedSum
-    failed: dict[int, Exception]
+    clients: HeldClients
 
-    @property
-    def clients(self) -> HeldClients: ...
+    def setup(self, module: ClientModule, clients: HeldClients, streams: Streams, sampling: str) -> None:
+        """Prepare a run. Module and records are on the device of the run."""
 
-    def setup(
-        self,
-        module: ClientModule,
-        population: Population,
-        streams: Streams,
-        sampling: str,
-        clients: HeldClients | None = None,
-    ) -> None:
-        """Prepare a run. Module and population are on the device of the run; `clients` (None: all) are those in it."""
+    def copy(self) -> Engine:
+        """An engine that computes the same in another thread at the same time; after `setup`."""
 
-    def train(
-        self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
-    ) -> ClientUpdates:
-        """The noisy releases of the plan's clients from `models` `[K, P]`, or their sum by `raw_weights` `[K, C]`.
+    def batches(self, requests: Sequence[Charged]) -> list[list[int]]:
+        """The places of the requests of each batch that is computed together. It does not depend on other batches."""
 
-        `charge_numbers` `[C]` select the noise stream of each client.
+    def compute(self, batch: Sequence[Charged]) -> list[Any]:
+        """The noisy release, or answer, of each request of a batch; for a client that fails its error.
+
+        Raises UserError for what the user has to correct.
         """
-
-    def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
-        """The noisy answers of the clients of the query."""
-
-    def carry_out(self, client: Client, request: Train | Ask, charge_number: int) -> Any:
-        """The noisy release, or answer, of one client. Raises its error if it fails."""
 
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         """Outputs `[n, ...]` of the parameters `model` `[P]` for `rows` `[n]` of the population's records."""

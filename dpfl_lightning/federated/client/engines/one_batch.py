@@ -3,17 +3,17 @@
 import functools
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.client.client import Client
 from dpfl_lightning.federated.client.engines.engine import count_outcomes, may_share
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule, dp_step
-from dpfl_lightning.federated.messages.plan import ClassGradients, Job, RoundPlan
-from dpfl_lightning.federated.messages.requests import Train, train_request
+from dpfl_lightning.federated.messages.plan import ClassGradients, Job
+from dpfl_lightning.federated.messages.requests import Charged, Train
 from dpfl_lightning.privacy.clipping.inputs import joined
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.clipping.state import tensors_restored
@@ -23,55 +23,55 @@ MOST_CLIENTS = 16  # a batch: with more the fixed cost is small already, and wor
 MOST_BYTES = 64 << 20  # of the sums `[clients * G, P]` in float64
 
 
-def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
-    """Groups of rows of the plan that form one batch: one step of plain SGD, the same start and clip norm, few records.
+def groups(requests: Sequence[Charged], module: ClientModule) -> list[list[int]]:
+    """Places of the requests that form one batch: one step of plain SGD, the same start and clip norm, few records.
 
     Groups follow from the clients' numbers, the size of the module and the job. The bits of a release therefore depend
     neither on workers and memory nor on other groups.
     """
-    most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * _rows_of_sums(plan.job))))
     found = defaultdict(list)
-    for row, client in enumerate(plan.clients):
-        mechanism = plan.mechanism_of[row]
-        shared = may_share(module, mechanism, plan.steps[row], plan.optimizer)
-        block = client // most if shared else -1 - client  # a negative number: a group of one
-        found[block, plan.model_of[row], mechanism.clip_norm, mechanism.clip_order].append(row)
+    for place, charged in enumerate(requests):
+        found[_key(charged, module)].append(place)
     return list(found.values())
 
 
-def releases(
-    engine: SerialEngine, plan: RoundPlan, rows: Sequence[int], models: Tensor, charge_numbers: Sequence[int]
-) -> Sequence[Tensor | None]:
-    """The release of each client of one of the `groups`; None if it fails. `charge_numbers` `[C]` are of the plan.
+def _key(charged: Charged, module: ClientModule) -> tuple[object, ...]:
+    """What the requests of one batch have in common."""
+    request = charged.request
+    if not isinstance(request, Train) or not may_share(module, request.mechanism, request.steps, request.optimizer):
+        return ("alone", charged.client)
+    most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * _rows_of_sums(request.job))))
+    mechanism = request.mechanism
+    return charged.client // most, id(request.model), mechanism.clip_norm, mechanism.clip_order
+
+
+def releases(engine: SerialEngine, batch: Sequence[Charged]) -> list[Any]:
+    """The release of each client of one of the `groups` that may share a batch, or the error by which it fails.
 
     If the batch fails, its clients are trained one by one. Raises the error of the batch if no client fails alone.
 
     **Privacy** The failed batch has released nothing, so that only the second noise and draw of a client are seen.
     """
-    clients = [engine.clients.client(plan.clients[row]) for row in rows]
-    requests = [train_request(plan, row, models) for row in rows]
-    if not engine.may_share(requests[0]):
-        return list(engine.one_by_one(plan, rows, models, charge_numbers))
-    numbers = [charge_numbers[row] for row in rows]
-    if len(rows) == 1:
-        return engine.attempt(clients[0].number, of_a_batch, engine, clients, requests, numbers) or [None]
     try:
-        return of_a_batch(engine, clients, requests, numbers)
+        return of_a_batch(engine, batch)
     except UserError:
         raise
-    except Exception:  # a user's model and records may raise anything
-        released = list(engine.one_by_one(plan, rows, models, charge_numbers))
-        if all(release is not None for release in released):
+    except Exception as error:  # a user's model and records may raise anything
+        if len(batch) == 1:
+            return [error]
+        released = [engine.attempt(charged) for charged in batch]
+        if not any(isinstance(one, Exception) for one in released):
             raise
         return released
 
 
 @torch.no_grad()  # in any thread
-def of_a_batch(
-    engine: SerialEngine, clients: Sequence[Client], requests: Sequence[Train], charge_numbers: Sequence[int]
-) -> list[Tensor]:
+def of_a_batch(engine: SerialEngine, batch: Sequence[Charged]) -> list[Tensor]:
     """The releases of clients that may share a batch, also of one alone: its bits are those among others."""
-    tasks, starts, drawn = zip(*map(engine.local_task, clients, requests, charge_numbers), strict=True)
+    clients = [engine.clients.client(charged.client) for charged in batch]
+    requests = [charged.request for charged in batch if isinstance(charged.request, Train)]
+    numbers = [charged.number for charged in batch]
+    tasks, starts, drawn = zip(*map(engine.local_task, clients, requests, numbers), strict=True)
     xs, ys = zip(*(batches[0] for batches in drawn), strict=True)
     job = requests[0].job
     x, y, num_rows = joined(xs), torch.cat(ys), _rows_of_sums(job)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.data import Population
 from dpfl_lightning.data.records import Records
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
@@ -19,17 +19,14 @@ from dpfl_lightning.federated.client.dummy_data import dummy_units
 from dpfl_lightning.federated.client.engines.engine import Batch, count_outcomes, may_share
 from dpfl_lightning.federated.client.evaluation import outputs_of
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
-from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
-from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
-from dpfl_lightning.federated.messages.requests import Ask, Train, train_request
-from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
+from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.messages.query import ChargedQuery
+from dpfl_lightning.federated.messages.requests import Charged, Train
 from dpfl_lightning.privacy.clipping.checked import CheckedSum, vmap_or_loop
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, LoopClippedSum
 from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.runtime.devices import sent, use_exact_products
-
-T = TypeVar("T")
 
 
 class SerialEngine:
@@ -39,82 +36,46 @@ class SerialEngine:
     description = "per-record gradients by vmap(grad), torch optimiser"
     workers: int | None = 1
 
-    def setup(
-        self,
-        module: ClientModule,
-        population: Population,
-        streams: Streams,
-        sampling: str,
-        clients: HeldClients | None = None,
-    ) -> None:
-        self.clients = HeldClients(population) if clients is None else clients
-        self.module, self.population, self.streams, self.sampling = module, population, streams, sampling
+    def setup(self, module: ClientModule, clients: HeldClients, streams: Streams, sampling: str) -> None:
+        self.module, self.clients, self.streams, self.sampling = module, clients, streams, sampling
         if module.device.type == "cuda":
             use_exact_products()
         with tensors_restored(module.net):
             self.checked = self.choose_clipped_sum()
         self.clipped_sum: ClippedSum = self.checked
         self._mask = module.personal_mask.to(module.device)
-        self.failed: dict[int, Exception] = {}
 
     def choose_clipped_sum(self) -> CheckedSum:
-        example = dummy_units(self.population, 4, self.module.device)
+        example = dummy_units(self.clients.population, 4, self.module.device)
         clipped_sum = vmap_or_loop(self.module.net, self.module.sample_loss, *example)
         if isinstance(clipped_sum.choose(), LoopClippedSum):
             self.description = self.description.replace("by vmap(grad)", "one record at a time")
         return clipped_sum
 
-    def train(
-        self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
-    ) -> ClientUpdates:
-        self.failed.clear()
-        received = UpdateBuffer(plan, raw_weights)
-        for row, release in self.releases(plan, models, charge_numbers):
-            if release is None:
-                received.lose(row)
-            else:
-                received.take(row, release)
-        return received.updates()
+    def copy(self) -> SerialEngine:
+        one = copy.copy(self)
+        one.module = copy.deepcopy(self.module)  # a forward pass swaps parameters and adds hooks
+        one.clipped_sum = self.clipped_sum.copy_for(one.module.net, one.module.sample_loss)
+        return one
 
-    def releases(
-        self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]
-    ) -> Iterator[tuple[int, Tensor | None]]:
-        """Yield the release of each client with its row in the plan, in any order; None if the client fails."""
-        rows = range(len(charge_numbers))
-        yield from zip(rows, self.one_by_one(plan, rows, models, charge_numbers), strict=True)
+    def batches(self, requests: Sequence[Charged]) -> list[list[int]]:
+        return [[place] for place in range(len(requests))]
 
-    def one_by_one(
-        self, plan: RoundPlan, rows: Sequence[int], models: Tensor, charge_numbers: Sequence[int]
-    ) -> Iterator[Tensor | None]:
-        """Yield the releases of these rows of the plan; None if the client fails."""
-        for row in rows:
-            client, request = self.clients.client(plan.clients[row]), train_request(plan, row, models)
-            yield self.attempt(client.number, self.release, client, request, charge_numbers[row])
+    def compute(self, batch: Sequence[Charged]) -> list[Any]:
+        return [self.attempt(charged) for charged in batch]
 
-    def attempt(self, client: int, work: Callable[..., T], *args: Any) -> T | None:
-        """`work(*args)`; None if it raises an error, and the client is then among `failed`."""
+    def attempt(self, charged: Charged) -> Any:
+        """What one client releases or answers, or the error by which it fails."""
+        client, request = self.clients.client(charged.client), charged.request
         try:
-            return work(*args)
+            if isinstance(request, Train):
+                return self.release(client, request, charged.number)
+            assert isinstance(request.question, ChargedQuery), "a question is copied before it is charged"
+            return self.answer(client, request.question, request.round, charged.number)
         except UserError:  # what the user has to correct, or what the privacy core refuses
             raise
         except Exception as error:  # a user's model and records may raise anything
-            self.failed[client] = error
-            return None
-
-    def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
-        self.failed.clear()
-        pairs = zip(query.clients, charge_numbers, strict=True)
-        answers = {
-            number: self.attempt(number, self.answer, self.clients.client(number), query, round, charge_number)
-            for number, charge_number in pairs
-        }
-        return {client: answer for client, answer in answers.items() if client not in self.failed}
-
-    def carry_out(self, client: Client, request: Train | Ask, charge_number: int) -> Any:
-        if isinstance(request, Train):
-            return self.release(client, request, charge_number)
-        assert isinstance(request.question, ChargedQuery), "a question is copied before it is charged"
-        return self.answer(client, request.question, request.round, charge_number)
+            return error
 
     @torch.no_grad()  # in any thread
     def answer(self, client: Client, query: ChargedQuery, round: int, charge_number: int) -> object:
@@ -127,7 +88,7 @@ class SerialEngine:
             return answers.answer(query, number, self.module, x, y, generator, self.checked.passes)
 
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
-        return outputs_of(self.module, model, self.population, rows, self.clipped_sum.enter)
+        return outputs_of(self.module, model, self.clients.population, rows, self.clipped_sum.enter)
 
     def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
         """The client's parameters `[P]` after its local steps from `start` `[P]`."""
