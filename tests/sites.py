@@ -23,7 +23,7 @@ from dpfl_lightning.sites.node.accept import accept, open_study, site_of
 from dpfl_lightning.sites.node.records import settings_of, site_population
 from dpfl_lightning.sites.node.service import Listener, Node
 from dpfl_lightning.sites.node.state import Settings, StateFolder
-from dpfl_lightning.sites.server.clients import Sites
+from dpfl_lightning.sites.server.channel import Sites
 from dpfl_lightning.sites.server.deploy import loop_over, planning_loop, terms_of
 from dpfl_lightning.sites.wire import digest
 

@@ -15,7 +15,7 @@ from dpfl_lightning.papers.sets.distilled_set import CARD, DATA_CARD, TENSORS
 from dpfl_lightning.reporting.mlflow import Tracking
 from dpfl_lightning.sites.exchange import Refused
 from dpfl_lightning.sites.node.service import Node
-from dpfl_lightning.sites.server.clients import Sites
+from dpfl_lightning.sites.server.channel import Sites
 from dpfl_lightning.sites.server.deploy import loop_over
 from dpfl_lightning.sites.wire import digest
 from dpfl_lightning.strategies import build

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
     from dpfl_lightning.reporting.mlflow import SeedsTracking
     from dpfl_lightning.reporting.progress import Detail
-    from dpfl_lightning.sites.server.clients import Channel
+    from dpfl_lightning.sites.server.connections import Connection
 
-    Connect = Callable[[int, float], Sequence[Channel]]
+    Connect = Callable[[int, float], Sequence[Connection]]
 
 
 @command
@@ -111,12 +111,17 @@ def _of_sites(flags: argparse.Namespace, connect: Connect | None) -> dict[str, A
 
 def _fit_sites(options: Options, flags: argparse.Namespace, connect: Connect | None) -> None:
     """Train over the nodes of sites."""
-    from dpfl_lightning.sites.server.clients import Sites, SocketChannel
+    from dpfl_lightning.sites.server.channel import Sites
+    from dpfl_lightning.sites.server.connections import connection_to
     from dpfl_lightning.sites.server.deploy import loop_over
     from dpfl_lightning.sites.terms import read_terms
 
-    terms, channels = read_terms(Path(flags.plan)), [SocketChannel(path, flags.node_wait) for path in flags.nodes]
-    sites = Sites(terms, tuple(channels if connect is None else connect(len(terms.sites), flags.node_wait)))
+    terms = read_terms(Path(flags.plan))
+    if connect is None:
+        connections = [connection_to(address, flags.node_wait) for address in flags.nodes]
+    else:
+        connections = [*connect(len(terms.sites), flags.node_wait)]
+    sites = Sites(terms, connections)
     options = _placed(options)
     loop_over(options, sites, _callbacks(options, "quiet" if flags.quiet else "full")).run(bool(flags.resume))
 

@@ -42,7 +42,7 @@ from dpfl_lightning.sites.node.scores import read_scores
 from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.node.state import StateFolder
 from dpfl_lightning.sites.receipt import read_receipts
-from dpfl_lightning.sites.server.clients import Sites
+from dpfl_lightning.sites.server.channel import Sites
 from dpfl_lightning.sites.server.deploy import loop_over, planning_loop, terms_of
 from dpfl_lightning.sites.wire import digest
 

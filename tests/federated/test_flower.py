@@ -97,7 +97,7 @@ def test_a_lost_supernode_and_a_late_reply_are_losses_within_the_time(tmp_path):
             channel(b"1")
         assert grid.sent[0].metadata.ttl == 0.1, "Flower forgets the message then"
         late.set()
-        again = transport.GridChannel(grid, 7, 10.0, threading.Lock())
+        again = transport.GridConnection(grid, 7, 10.0, threading.Lock())
         assert again(b"2") == b"late2", "and never the reply to the first message"
     del grid.sockets[7]
     with pytest.raises(ConnectionError, match="knows no SuperNode 7"):

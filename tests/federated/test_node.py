@@ -128,7 +128,7 @@ def test_every_line_of_the_table_of_the_page(fresh, terms, monkeypatch):
         return replies
 
     def failing():
-        monkeypatch.setattr(fresh._studies[digest(terms)].clients.engine, "carry_out", None)
+        monkeypatch.setattr(fresh._studies[digest(terms)].clients.engine, "compute", None)
         replies = [train(MODEL + 2, round=3), asked(fresh, hello(digest(terms)))]
         (fresh.state.plan_folder(digest(terms)) / "error.log").unlink()
         return replies
@@ -171,7 +171,7 @@ def test_an_error_after_the_charge_halts_the_plan_and_its_text_stays(fresh, term
     def failing(*args):
         raise ValueError("record 17 has label 99")
 
-    monkeypatch.setattr(study.clients.engine, "carry_out", failing)
+    monkeypatch.setattr(study.clients.engine, "compute", failing)
     assert asked(fresh, a_request(terms, MODEL)) == Refused("halted")
     assert len(charges(fresh.state, terms)) == 1, "charged before it was computed"
     assert asked(fresh, hello(digest(terms))) == Refused("halted")

@@ -40,7 +40,7 @@ from dpfl_lightning.sites.node.accept import accept, open_study
 from dpfl_lightning.sites.node.service import MOST_CONNECTIONS, Listener, Node
 from dpfl_lightning.sites.node.state import StateFolder
 from dpfl_lightning.sites.receipt import digest_of
-from dpfl_lightning.sites.server.clients import SocketChannel
+from dpfl_lightning.sites.server.connections import SocketConnection
 from dpfl_lightning.sites.terms import read_terms
 from dpfl_lightning.sites.wire import digest
 
@@ -328,7 +328,7 @@ def test_a_node_that_accepts_no_connection_is_late(tmp_path):
         stack.enter_context(connected(tmp_path / "s"))
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            SocketChannel(str(tmp_path / "s"), 0.2)(b"")
+            SocketConnection(str(tmp_path / "s"), 0.2)(b"")
         with pytest.raises(UserError, match="--socket"):
             Listener(None, tmp_path / "s", 1.0)
         assert time.monotonic() - began < 1.0

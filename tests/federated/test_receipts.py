@@ -24,7 +24,8 @@ from dpfl_lightning.sites.exchange import Paid, Refused, Released, Signed, ToNod
 from dpfl_lightning.sites.node.accept import open_study
 from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.receipt import Receipt, digest_of, public_key
-from dpfl_lightning.sites.server.clients import Sites, SocketChannel
+from dpfl_lightning.sites.server.channel import Sites
+from dpfl_lightning.sites.server.connections import SocketConnection
 from dpfl_lightning.sites.server.deploy import loop_over
 from dpfl_lightning.sites.wire import digest
 
@@ -362,7 +363,7 @@ def test_a_reply_is_no_longer_and_takes_no_longer_than_the_plan_allows(finished,
                 connection.recv(1 << 16)
 
         threading.Thread(target=serve, daemon=True).start()
-        channel = SocketChannel(path, 0.5)
+        channel = SocketConnection(path, 0.5)
         with pytest.raises(LostClients, match=f"{path}.*{words}|{words}.*{path}"):
             loop_over(options(tmp_path), Sites(terms, (nodes[0].handle, channel)))
         channel.close()

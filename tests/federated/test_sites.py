@@ -24,7 +24,8 @@ from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.node.accept import accept, open_study
 from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.server import flower
-from dpfl_lightning.sites.server.clients import Sites, SocketChannel
+from dpfl_lightning.sites.server.channel import Sites
+from dpfl_lightning.sites.server.connections import SocketConnection
 from dpfl_lightning.sites.server.deploy import export, loop_over, planning_loop, terms_of
 from dpfl_lightning.sites.terms import read_site, read_terms
 from dpfl_lightning.sites.wire import digest
@@ -121,7 +122,7 @@ def test_over_unix_sockets_or_flower_and_after_a_restart_of_a_node(tmp_path, mon
     for node in nodes:
         node.close()
     paths = [tmp_path / f"{client}.socket" for client in range(SITES)]
-    sockets = tuple(SocketChannel(str(path), wait=60.0) for path in paths)
+    sockets = tuple(SocketConnection(str(path), wait=60.0) for path in paths)
     again = [Node(node.state, open_study) for node in nodes]
     lines = [len(charges(node.state, terms)) for node in again]
     with listening(again[2], paths[2]), listening(again[1], paths[1]), listening(again[0], paths[0]):
@@ -342,7 +343,7 @@ def test_the_server_must_run_the_plan_that_the_sites_have_accepted(tmp_path):
     with pytest.raises(UserError, match="different clients"):
         over([nodes[0], nodes[0], nodes[1]], terms, configured(tmp_path / "other"))
     with pytest.raises(LostClients, match="must answer"):
-        loop_over(configured(tmp_path / "other"), Sites(terms, (SocketChannel(str(tmp_path / "none"), 1.0),) * 3))
+        loop_over(configured(tmp_path / "other"), Sites(terms, (SocketConnection(str(tmp_path / "none"), 1.0),) * 3))
     assert not any(charges(node.state, terms) for node in nodes)
 
 

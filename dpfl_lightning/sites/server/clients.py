@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import secrets
-import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +21,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.client.run_log import RunLog, closed_on_error
 from dpfl_lightning.federated.messages.clients import LostClients, RunPlan
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation
-from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, answer_fits
 from dpfl_lightning.federated.messages.requests import Ask, Evaluate, Train, train_requests
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -33,85 +30,22 @@ from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
 from dpfl_lightning.privacy.ledger.ledger import Charge
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.runtime.devices import use_exact_products
-from dpfl_lightning.sites import signed, sockets, wire
+from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import (
-    MOST_ANSWER,
-    MOST_HEADER,
-    MOST_MODELS,
     REFUSALS,
-    Hello,
     Refused,
     Released,
     Site,
     Terms,
-    ToNode,
     Welcome,
     client_names,
-    most_header,
-    most_numbers,
 )
 from dpfl_lightning.sites.receipt import FILE as RECEIPTS
 from dpfl_lightning.sites.receipt import Receipt, read_receipts, write_receipts
+from dpfl_lightning.sites.server.channel import LateClients, Request, SiteChannel, Sites, hello
 from dpfl_lightning.sites.signed import Answer
 
 T = TypeVar("T")
-Request = Hello | Train | Ask | Evaluate
-
-#: sends the bytes of a request and returns those of the reply; raises TimeoutError if it is late, else OSError
-Channel = Callable[[bytes], bytes | bytearray]
-
-
-class LateClients(LostClients):
-    """A node does not answer in time."""
-
-
-class SocketChannel:
-    """A connection to the Unix socket of a node; made again when it breaks. A request may be sent twice.
-
-    `wait` is the number of seconds after which a reply counts as lost, beside the time that its numbers may take, and
-    `most` the greatest size of the next reply.
-    """
-
-    most = wire.Limits(0, 0)
-
-    def __init__(self, path: str, wait: float) -> None:
-        self.path, self.wait = path, wait
-        self._connection: socket.socket | None = None
-
-    def __call__(self, request: bytes) -> bytes | bytearray:
-        known = self._connection is not None
-        try:
-            return self._exchange(request)
-        except TimeoutError:
-            self.close()
-            raise
-        except OSError:
-            self.close()
-            if not known:
-                raise
-        return self._exchange(request)  # the node may have restarted: it resends what it has released
-
-    def _exchange(self, request: bytes) -> bytes | bytearray:
-        if self._connection is None:
-            self._connection = sockets.connected(self.path, self.wait)
-        self._connection.settimeout(self.wait)
-        self._connection.sendall(request)
-        if (reply := sockets.receive(self._connection, self.most, self.wait)) is None:
-            raise ConnectionError("the node has closed the connection")
-        return reply
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Sites:
-    """The plan that all sites have accepted, and a channel to the node of each, in any order."""
-
-    terms: Terms
-    channels: tuple[Channel, ...]
 
 
 class RemoteClients(RunLog):
@@ -120,7 +54,7 @@ class RemoteClients(RunLog):
     Args:
         test: the test set of the run, if there is one, in the form of the sites' records; it has no clients.
         site_list: public facts of the sites, one for each client.
-        nodes: the accepted plan and the channels; None: the run is only planned.
+        nodes: the accepted plan and the connections; None: the run is only planned.
 
     The ledger in the run's folder holds what the nodes say that they have paid for, and `receipts.json` the last head
     of its ledger that each has signed. A reply without a signature for its request, or with an older ledger, ends the
@@ -150,35 +84,28 @@ class RemoteClients(RunLog):
         self._scorer = PlainScorer(module, test)
         self._baseline: Mapping[str, float | None] | None = None  # known after the first evaluation
         self._keys = [site.public_key for site in site_list]
-        self._node_of: dict[int, Channel] = {}
-        self._welcomes: list[Answer] = []
         self._receipts: dict[int, Receipt] = {}
         self._late: dict[int, tuple[int, str]] = {}  # client -> round and purpose of the reply that was late
-        if nodes is not None:
-            self._connect(nodes)
+        self._sites, self._channel = nodes, None if nodes is None else SiteChannel(nodes, module)
+        welcomes = () if self._channel is None else self._channel.welcomes
+        self.simulated = self.simulated or any(
+            isinstance(one.reply, Welcome) and one.reply.simulated for one in welcomes
+        )
+        self.caveats = (*((SIMULATED,) if self.simulated else ()), *test.caveats)
 
-    def _connect(self, sites: Sites) -> None:
-        self._terms, self._hash = sites.terms, wire.digest(sites.terms)
-        count = len(self._keys)
-        require(len(sites.channels) == count, "--nodes", f"be {count}, one for each client", len(sites.channels))
-        with ThreadPoolExecutor(count, "site") as pool:  # all at the same time
-            answers = list(pool.map(self._greet, sites.channels, range(count)))
-        for channel, answer in zip(sites.channels, answers, strict=True):
-            name = self.name_of(answer.client)
-            if not isinstance(answer.reply, Welcome):
-                means = REFUSALS.get(getattr(answer.reply, "code", ""), "it sent no welcome")
-                raise UserError(f"`--nodes` must have accepted the plan {self._hash[:12]}, got from {name}: {means}.")
-            fits = answer.client not in self._node_of
-            where = f", at {channel.path}" if isinstance(channel, SocketChannel) else ""
-            require(fits, "--nodes", "be of different clients of the plan", f"two of client {name}{where}")
-            self._node_of[answer.client] = channel
-            self._welcomes.append(answer)
-            self.simulated = self.simulated or answer.reply.simulated
-        self.caveats = (*((SIMULATED,) if self.simulated else ()), *self.test.caveats)
+    @property
+    def channel(self) -> SiteChannel:
+        assert self._channel is not None, "a run that is only planned asks nobody"
+        return self._channel
+
+    @property
+    def terms(self) -> Terms:
+        assert self._sites is not None, "a run that is only planned has no accepted plan"
+        return self._sites.terms
 
     @property
     def description(self) -> str:
-        known = f", which have accepted plan {self._hash[:12]}" if self._node_of else ""
+        known = "" if self._channel is None else f", which have accepted plan {self._channel.plan[:12]}"
         return f"{len(self._keys)} nodes of sites{known}"
 
     def run(self, work: Callable[[], T]) -> T:
@@ -192,8 +119,8 @@ class RemoteClients(RunLog):
         caveats = tuple(words for words in plan.caveats if words != SIMULATED)
         asked = dataclasses.replace(plan, options=deciding_options(plan.options), caveats=caveats)
         must = "give the plan that the sites have accepted; export it again, and let them accept it, for another one"
-        same = wire.encode(asked) == wire.encode(self._terms.plan)
-        require(same, "--config", must, f"other {wire.different_fields(self._terms.plan, asked)}")
+        same = wire.encode(asked) == wire.encode(self.terms.plan)
+        require(same, "--config", must, f"other {wire.different_fields(self.terms.plan, asked)}")
         self.prepare(folder, plan)
         self.open(plan, self.module, lambda key: (), saved, ended)
         with closed_on_error(self):
@@ -205,9 +132,9 @@ class RemoteClients(RunLog):
         for client in sorted(self.ledger.payers() - self._receipts.keys()):
             must = f"lie beside ledger.jsonl, with what the node of client {self.name_of(client)} has signed"
             require(False, str(folder / RECEIPTS), must, "nothing of it", "Restore it, or start a new run.")
-        answers: Sequence[Answer | LostClients] = self._welcomes
+        answers: Sequence[Answer | LostClients] = self.channel.welcomes
         if self._receipts:  # which the nodes were not told yet
-            answers = self._answers(range(len(self._keys)), [_hello() for _ in self._keys])
+            answers = [answer for _, answer in self._send({client: hello() for client in range(len(self._keys))})]
         for answer in answers:
             if isinstance(answer, LostClients):
                 raise answer
@@ -221,7 +148,7 @@ class RemoteClients(RunLog):
         return plan.only(lambda client: self._may_pay(client, plan.round, plan.purpose))
 
     def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
-        if plan.optimizer != self._terms.plan.optimizer:
+        if plan.optimizer != self.terms.plan.optimizer:
             raise RuntimeError("the optimiser of a round must be that of the accepted plan")
         inbox, models = UpdateBuffer(plan, raw_weights), models.cpu()
         plan = plan if plan.anchors is None else dataclasses.replace(plan, anchors=plan.anchors.cpu())
@@ -279,10 +206,10 @@ class RemoteClients(RunLog):
 
     def keep_scores(self, final_models: ClientModels, round: int) -> None:
         """Send each node its final model. One that does not answer, or refuses, has no scores, and the run goes on."""
-        clients = [client for client in self._node_of if client not in self._late]
+        clients = [client for client in range(len(self._keys)) if client not in self._late]
         models = [final_models.models[final_models.model_of[client]].cpu() for client in clients]
-        answers = self._answers(clients, [Evaluate(round, model) for model in models])
-        for client, answer in zip(clients, answers, strict=True):
+        requests = {client: Evaluate(round, model) for client, model in zip(clients, models, strict=True)}
+        for client, answer in self._send(requests):
             why = str(answer)
             if isinstance(answer, Answer):
                 why = REFUSALS.get(getattr(answer.reply, "code", ""), "")
@@ -306,9 +233,10 @@ class RemoteClients(RunLog):
 
     def close(self) -> None:
         super().close()
-        for channel in self._node_of.values():
-            if isinstance(channel, SocketChannel):
-                channel.close()
+        self.channel.close()
+
+    def _send(self, requests: Mapping[int, Request]) -> list[tuple[int, Answer | LostClients]]:
+        return self.channel.send(requests, {client: one.ledger for client, one in self._receipts.items()})
 
     def _may_pay(self, client: int, round: int, purpose: str) -> bool:
         planned = self.budgets.schedule.planned(client, purpose)
@@ -317,10 +245,9 @@ class RemoteClients(RunLog):
     def _ask_all(self, requests: Mapping[int, Train | Ask], round: int, purpose: str) -> list[tuple[int, Any]]:
         """Ask the nodes at the same time; return what each has released, None of one that refuses or is late."""
         lost = self._ask_late(tuple(client for client in requests if client in self._late))
-        asked = [client for client in requests if client not in self._late]
-        answers = self._answers(asked, [requests[client] for client in asked])
+        asked = {client: request for client, request in requests.items() if client not in self._late}
         values: list[tuple[int, Any]] = [(client, None) for client in requests if client in self._late]
-        for client, answer in zip(asked, answers, strict=True):
+        for client, answer in self._send(asked):
             value, name = None, self.name_of(client)
             if isinstance(answer, LateClients):
                 warn_user(f"round {round}: {answer} It is left out of this round.")
@@ -348,19 +275,13 @@ class RemoteClients(RunLog):
             raise LostClients(f"`--nodes` must send releases, got none in round {round}.")
         return values
 
-    def _greet(self, channel: Channel, number: int) -> Answer:
-        clients, most = range(len(self._keys)), max(map(most_header, self._terms.plan.schedule.clients))
-        whose = channel.path if isinstance(channel, SocketChannel) else f"node {number + 1} of {len(self._keys)}"
-        hello = wire.encode(ToNode(self._hash, _hello()))
-        return self._exchange(channel, hello, whose, clients, wire.Limits(most, 0))
-
     def _ask_late(self, clients: Sequence[int]) -> list[LostClients]:
         """Write down what nodes that were late have paid for since then, so that they are asked again.
 
         A node that is still busy stays late. Returns the errors of those that are gone.
         """
         lost: list[LostClients] = []
-        for answer in self._answers(clients, [_hello() for _ in clients]):
+        for _, answer in self._send({client: hello() for client in clients}):
             try:
                 if isinstance(answer, LostClients):
                     raise answer
@@ -373,61 +294,8 @@ class RemoteClients(RunLog):
                 lost.append(error)
         return lost
 
-    def _answers(self, clients: Sequence[int], requests: Sequence[Request]) -> list[Answer | LostClients]:
-        """Ask the nodes at the same time."""
-        with ThreadPoolExecutor(max(1, len(clients)), "site") as pool:
-            return list(pool.map(self._answer, clients, requests))
-
-    def _answer(self, client: int, request: Request) -> Answer | LostClients:
-        known = self._receipts[client].ledger if client in self._receipts else None
-        content = wire.encode(ToNode(self._hash, request, known))
-        schedule = self._terms.plan.schedule.clients[client]
-        try:
-            wire.sizes(content, wire.Limits(MOST_HEADER, most_numbers(schedule, self.module.flat)))
-        except wire.WireError:
-            must = f"ask nodes about at most {MOST_MODELS} models, of a gigabyte together"
-            return LostClients(f"`strategies` must {must}, got {len(content)} bytes.")
-        try:
-            name = self.name_of(client)
-            most = wire.Limits(most_header(schedule), self._most_numbers(request))
-            return self._exchange(self._node_of[client], content, f"client {name}", [client], most)
-        except LostClients as error:
-            return error
-
-    def _most_numbers(self, request: Request) -> int:
-        """Return how many bytes of tensors the reply to a request may have."""
-        if isinstance(request, Train):
-            return math.prod(self._shape_of(request.job)) * request.model.element_size()
-        return 0 if isinstance(request, Hello | Evaluate) else MOST_ANSWER
-
-    def _shape_of(self, job: Job) -> tuple[int, ...]:
-        if isinstance(job, LocalTraining):
-            return (self.module.flat.numel(),)
-        sizes = {name: one.numel() for name, one in self.module.named_trainable.items()}
-        return (job.num_classes, job.size(sizes) // job.num_classes)
-
-    def _exchange(
-        self, channel: Channel, request: bytes, whose: str, clients: Iterable[int], most: wire.Limits
-    ) -> Answer:
-        """Return the reply to a request, of at most this size, signed by the node of one of these clients."""
-        if isinstance(channel, SocketChannel):
-            channel.most = signed.with_receipt(most)
-        try:
-            keys = {client: self._keys[client] for client in clients}
-            return signed.answer(channel(request), request, self._hash, keys, most)
-        except TimeoutError:
-            raise LateClients(f"`--nodes` must answer within --node_wait, got nothing from {whose}.") from None
-        except signed.Forged as forged:
-            whose = whose if forged.client is None else f"client {self.name_of(forged.client)}"
-            must = "sign each reply to its request with the key in the plan"
-            advice = "Nothing of it was used. Check the connection to the site, and resume."
-            raise LostClients(f"`--nodes` must {must}, got from {whose} {forged}. {advice}") from None
-        except (OSError, wire.WireError) as error:
-            reason = str(error) or type(error).__name__
-            raise LostClients(f"`--nodes` must answer, got from {whose}: {reason}. Start its node again.") from None
-
     def _checked(self, value: Any, plan: RoundPlan, models: Tensor) -> Tensor:
-        shape = self._shape_of(plan.job)
+        shape = self.channel.shape_of(plan.job)
         fits = isinstance(value, Tensor) and value.dtype == models.dtype and value.numel() > 0
         if fits and value.ndim == 1 and value.isnan().all():  # a release that was not finite
             return value.new_full(shape, torch.nan)
@@ -469,14 +337,10 @@ class RemoteClients(RunLog):
             raise LostClients(f"`--nodes` must {must}: {copy}. {advice}")
         if len(self.ledger.events(client)) >= receipt.releases:
             return
-        account = answer if isinstance(answer.reply, Welcome) else self._answer(client, _hello())
+        account = answer if isinstance(answer.reply, Welcome) else self._send({client: hello()})[0][1]
         if isinstance(account, LostClients):
             raise account
         if account is answer or not isinstance(account.reply, Welcome):
             must = f"tell all {receipt.releases} releases that they have signed, got fewer from client {name}"
             raise LostClients(f"`--nodes` must {must}.")
         self._record(account)
-
-
-def _hello() -> Hello:
-    return Hello(secrets.token_hex(16))

@@ -31,7 +31,8 @@ from dpfl_lightning.privacy.accounting.guarantee import leaks_of
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Site, Terms, client_names
-from dpfl_lightning.sites.server.clients import RemoteClients, Sites
+from dpfl_lightning.sites.server.channel import Sites
+from dpfl_lightning.sites.server.clients import RemoteClients
 from dpfl_lightning.sites.terms import check_version, difference, several_records
 
 

@@ -1,4 +1,4 @@
-"""Channels to the nodes of sites over Flower, whose SuperNodes forward messages to the sockets of the nodes."""
+"""Connections to the nodes of sites over Flower, whose SuperNodes forward messages to the sockets of the nodes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from dpfl_lightning.errors import require
+from dpfl_lightning.sites.server.connections import Connection
 
 POLL = 0.5  # seconds between two looks for replies
 
@@ -20,7 +21,7 @@ class Grid(Protocol):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Any]: ...
 
 
-class GridChannel:
+class GridConnection(Connection):
     """Sends a request to a SuperNode and waits at most `wait` seconds for the reply. `turn` is for one grid.
 
     Raises ConnectionError if the SuperNode, or the node behind it, does not answer, and TimeoutError after `wait`. A
@@ -63,8 +64,8 @@ def packed(request: bytes, supernode: int, wait: float) -> Any:
     return Message(RecordDict({"message": ArrayRecord({"bytes": array})}), supernode, "query.forward", ttl=wait)
 
 
-def connected(grid: Grid, count: int, wait: float) -> tuple[GridChannel, ...]:
-    """Wait until `count` SuperNodes are connected, and return a channel to each.
+def connected(grid: Grid, count: int, wait: float) -> tuple[GridConnection, ...]:
+    """Wait until `count` SuperNodes are connected, and return a connection to each.
 
     Raises UserError if there are fewer or more after `wait` seconds.
     """
@@ -77,4 +78,4 @@ def connected(grid: Grid, count: int, wait: float) -> tuple[GridChannel, ...]:
     must = f"be connected within --node_wait, {count} of them, one for each site"
     require(len(supernodes) == count, "SuperNodes", must, len(supernodes))
     turn = threading.Lock()
-    return tuple(GridChannel(grid, supernode, wait, turn) for supernode in supernodes)
+    return tuple(GridConnection(grid, supernode, wait, turn) for supernode in supernodes)
