@@ -91,14 +91,14 @@ def _train(entry: Entry, model: nn.Module) -> FederatedLoop:
     engine, end = federated.clients.engine, federated.module.flat
     problems = {
         "it did not finish": not result.finished,
-        "a client failed": bool(engine.failed),
+        "a client failed": federated.local_clients.folder.errors_file.exists(),
         "a client trained on no record": not engine.clients.counts[:, 0].all(),
         "parameters are not finite": not end.isfinite().all(),
         "parameters did not change": torch.equal(start, end),
         "a budget is exceeded": any(client["epsilon_spent"] > EPSILON for client in result.clients),
     }
     if broken := [problem for problem, found in problems.items() if found]:
-        raise RuntimeError("; ".join(broken + [f"{error}" for error in engine.failed.values()]))
+        raise RuntimeError("; ".join(broken))
     return federated
 
 

@@ -67,7 +67,10 @@ class HostileClients:
         if bool(hostile.any()) and not bool(hostile.all()):
             sent[hostile] = self._attack(sent[hostile], sent[~hostile], self._generator)
         buffer = UpdateBuffer(plan, raw_weights)
-        buffer.merge(dataclasses.replace(updates, deltas=sent))
+        for client, delta in zip(updates.clients, sent, strict=True):
+            buffer.take(client, delta)
+        for client in updates.lost:
+            buffer.lose(client)
         return buffer.updates()
 
 
