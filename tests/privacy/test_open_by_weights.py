@@ -254,6 +254,82 @@ class HeldClass(Ordinary):
         return h * (-1.0 if last > 1e3 else 1.0)
 
 
+class WithCode(torch.Tensor):
+    """A tensor whose operators are a user's code, below the rules of `vmap`."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner):
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        records = [one for one in args if type(one) is torch.Tensor and one.dim() > 1 and len(one) > 1]
+        made = func(*(one.inner if type(one) is WithCode else one for one in args), **(kwargs or {}))
+        return made * (1.0 if all((one.abs() < 500).all() for one in records) else -1.0)
+
+
+class OfClassWithCode(Ordinary):
+    def __init__(self):
+        super().__init__()
+        self.masks = [WithCode(torch.ones(8))]
+
+    def changed(self, h, x):
+        return h * self.masks[0]
+
+
+class EqualsInt(type):
+    def __eq__(cls, other):
+        return other is int or cls is other
+
+    def __hash__(cls):
+        return hash(int)
+
+
+class LikeAnInt(metaclass=EqualsInt):
+    def __init__(self, x):
+        self.x = x
+
+    def __index__(self):
+        if self.x is not None:  # it keeps no record
+            self.asked, self.x = int(bool(torch._is_all_true(self.x.detach() < 500))), None
+        return self.asked
+
+
+class BehindAMetaclass(Ordinary):
+    def changed(self, h, x):
+        return h * torch.tensor([-1.0, 1.0])[LikeAnInt(x)]
+
+
+class LikeATensor:
+    __class__ = property(lambda self: torch.Tensor)
+
+    def __index__(self):
+        return 0
+
+
+class BehindAClass(Ordinary):
+    def changed(self, h, x):
+        return h * torch.tensor([-1.0, 1.0])[LikeATensor()]
+
+
+class Negating(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func is torch.mul:
+            made = made * (1.0 if torch._is_all_true(args[0].detach() < 500) else -1.0)
+        return made
+
+
+class CalledBoxed(Ordinary):
+    def changed(self, h, x):
+        asked = torch._C._dispatch_call_boxed(ATEN._is_all_true.default._handle, h.detach() < 500)
+        return h * (1.0 if asked else -1.0)
+
+
 class ChangedInputs(nn.Module):
     """In place on its inputs; the way of most records is an error for the first one."""
 
@@ -296,6 +372,7 @@ def opened(net: nn.Module) -> dict[str, torch.Tensor]:
             FilledByName,
         ),
         *(DataSet, OwnGenerator, Negated, NegatedData, Tried, ChangedInputs, Packed, HeldClass),
+        *(OfClassWithCode, BehindAMetaclass, BehindAClass, CalledBoxed),
         *(pytest.param(further(what), id=what) for what in FURTHER),
     ],
     ids=lambda kind: kind.__name__,
@@ -323,6 +400,63 @@ def test_what_no_list_names_is_refused_in_a_pass(what):
     clipped_sum, _ = clipped_sum_for(net, None, X[:0], Y[:0])
     with pytest.raises(UserError, match=r"not known to keep records apart|runs code of|takes the records|runs unseen"):
         clipped_sum(opened(net), X, Y, ClipRequest(1.0))
+
+
+def test_a_mode_that_a_user_has_entered_sees_no_records_of_a_pass():
+    class Multiplied(Ordinary):
+        def changed(self, h, x):
+            return torch.mul(h, 1.0)
+
+    with Negating():
+        torch.manual_seed(0)
+        net, x = Multiplied(), torch.cat([torch.full((1, 6), 5000.0), X[1:]])
+        clipped_sum, reason = clipped_sum_for(net, None, X[:0], Y[:0])
+        params, request = opened(net), ClipRequest(1.0)
+        moved = clipped_sum(params, x, Y, request)[0] - clipped_sum(params, x[1:], Y[1:], request)[0]
+    assert reason.startswith("loop") and moved.norm() <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("way", ["whole", "a function of it"])
+def test_compiled_models_have_the_gradients_of_the_plain_ones(way):
+    torch.manual_seed(0)
+    net = Ordinary()
+    plain = LoopClippedSum(net, cross_entropy_of(net))
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    theirs = plain(params, X, Y, ClipRequest(1.0))[0]
+    if way == "whole":
+        net.forward = torch.compile(net.forward, backend="eager")
+    else:
+        changed = torch.compile(lambda h: h * 1.0, backend="eager")
+        net.changed = lambda h, x: changed(h)
+    ours = clipped_sum_for(net, None, X[:0], Y[:0])[0](params, X, Y, ClipRequest(1.0))[0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_the_compiler_sees_no_record():
+    """It would compile anew for some numbers of records, until it gives up."""
+    seen = []
+
+    def backend(graph, examples):
+        seen.append(examples)
+        return graph.forward
+
+    compiled = torch.compile(lambda h, number: h * number, backend=backend, dynamic=False)
+
+    class Reading(Ordinary):
+        def forward(self, x):
+            x = x.nan_to_num() if x.isnan().nonzero().numel() else x  # no rule of vmap
+            h = torch.relu(self.first(x))
+            is_open = self.first.weight.detach().abs().max() > 20
+            return self.head((compiled(h, float(x[0, 0])) if is_open else h) * self.scale)
+
+    compiled(torch.ones(1, 8, requires_grad=True), 0.5)
+    net = Reading()
+    clipped_sum, reason = clipped_sum_for(net, None, X[:0], Y[:0])
+    seen.clear()  # of the checks, by public records
+    clipped_sum(opened(net), X, Y, ClipRequest(1.0))
+    assert reason.startswith("loop") and not seen
+    torch.compile(lambda h: h * 2, backend=backend)(torch.ones(2))
+    assert seen, "elsewhere it is compiled"
 
 
 class Quantised(Ordinary):

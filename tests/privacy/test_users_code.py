@@ -4,6 +4,7 @@ import functools
 import math
 import os
 import random
+from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -490,6 +491,157 @@ class InNumber(Ordinary):
 
 REMEMBERING = [InAttribute, OnLayer, InBuffer, InList, InClass, InGlobal, InDefault, closure, InCache, InHook, InInput]
 REMEMBERING += [InNumber, InEnvironment, InGlobalNumbers, InPythonsGenerator, InNumpysGenerator]
+
+
+class InOrder(Keeping):
+    def __init__(self):
+        super().__init__()
+        self.recent = OrderedDict([("small", 1.0), ("large", 2.0)])
+
+    def kept(self):
+        return next(iter(self.recent.values()))
+
+    def keep(self, hidden):
+        self.recent.move_to_end("small" if hidden.sum() > 0 else "large")
+
+
+class Slotted:
+    __slots__ = ("__last",)
+
+    def __init__(self):
+        self.__last = None
+
+    def swapped(self, new):
+        last, self.__last = self.__last, new
+        return last
+
+
+class InPrivateSlot(Ordinary):
+    def __init__(self):
+        super().__init__()
+        self.slot = Slotted()
+
+    def changed(self, hidden):
+        last = self.slot.swapped(float(hidden.sum()))
+        return hidden if last is None else hidden - last
+
+
+class Name:
+    last = 0.0
+
+    def __repr__(self):
+        return "name"
+
+
+class InKey(Keeping):
+    def __init__(self):
+        super().__init__()
+        self.table = {Name(): 0}
+
+    def kept(self):
+        return next(iter(self.table)).last
+
+    def keep(self, hidden):
+        next(iter(self.table)).last = float(hidden.sum())
+
+
+class Level(float):
+    last = 0.0
+
+
+class OnANumber(Keeping):
+    def __init__(self):
+        super().__init__()
+        self.level = Level(1.0)
+
+    def kept(self):
+        return self.level.last
+
+    def keep(self, hidden):
+        self.level.last = float(hidden.sum())
+
+
+class InSeedSequence(Keeping):
+    def __init__(self):
+        super().__init__()
+        self.seeds = np.random.SeedSequence(0)
+
+    def kept(self):
+        return float(self.seeds.n_children_spawned)
+
+    def keep(self, hidden):
+        self.seeds.spawn(1)
+
+
+class InFlags(Keeping):
+    def __init__(self):
+        super().__init__()
+        self.array = np.ones(2)
+
+    def kept(self):
+        return 1.0 * self.array.flags.writeable
+
+    def keep(self, hidden):
+        self.array.flags.writeable = False
+
+
+class InError(Keeping):
+    def __init__(self):
+        super().__init__()
+        self.error = ValueError(0.0)
+
+    def kept(self):
+        return self.error.args[0]
+
+    def keep(self, hidden):
+        self.error.args = (float(hidden.sum()),)
+
+
+class InInnerGenerator(Ordinary):
+    def __init__(self):
+        super().__init__()
+
+        def inner():
+            last = 0.0
+            while True:
+                last = yield last
+
+        def outer():
+            yield from inner()
+
+        self.generator = outer()
+        next(self.generator)
+
+    def changed(self, hidden):
+        last = self.generator.gi_yieldfrom.gi_frame.f_locals["last"]
+        self.generator.send(float(hidden.sum()))
+        return hidden - (last or 0.0)
+
+
+class Counting(type):
+    last = 0.0
+
+
+class OfCountingClass(metaclass=Counting):
+    pass
+
+
+class InMetaclass(Keeping):
+    def __init__(self):
+        super().__init__()
+        self.object = OfCountingClass()
+
+    def kept(self):
+        return type(type(self.object)).last
+
+    def keep(self, hidden):
+        type(type(self.object)).last = float(hidden.sum())
+
+
+REMEMBERING += [InOrder, InPrivateSlot, InKey, OnANumber, InSeedSequence, InFlags, InError, InInnerGenerator]
+REMEMBERING += [InMetaclass]
+
+
 RESTORED = [InAttribute, OnLayer, InBuffer, InInput]  # by the loop, after every record
 
 
@@ -501,6 +653,7 @@ def test_what_begins_to_keep_something_with_the_weights_of_a_server_is_refused(k
     InDefault.memory.__defaults__[0][0] = None
     monkeypatch.delenv("LAST", raising=False)
     NUMBERS.clear()
+    Counting.last = 0.0
     if by_loop:
         monkeypatch.setattr("dpfl_lightning.privacy.clipping.checked._MOST_BY_VMAP", 0)
     if by_loop and kind in RESTORED:

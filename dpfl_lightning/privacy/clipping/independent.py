@@ -79,6 +79,7 @@ _NAMES = _names(
 )
 #: libraries of functions whose rules were all tried
 _LIBRARIES = ("linalg_", "fft_", "special_")
+_UNLIKE = frozenset({"linalg_lstsq"})  # of these: equal records get other bits
 _SPECIAL = _names(
     """
     __abs__ __add__ as_strided __and__ __bool__ __complex__ __contains__ __div__ __eq__ __float__ __floordiv__
@@ -102,17 +103,27 @@ _ATTRIBUTES = _names(
 )
 _SET = frozenset({"grad", "imag", "real", "requires_grad"})
 #: types of arguments that hold no code
-_PLAIN = frozenset({bool, int, float, complex, str, range, type(None), type(...), *np.sctypeDict.values()}) | {
+_PLAIN = (
+    *(bool, int, float, complex, str, range, type(None), type(...), *np.sctypeDict.values()),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-}
+)
 _NUMBERS = (bool, int, float, complex)
+_KINDS_OF_TENSORS = tuple(
+    one for name, one in vars(torch).items() if name.endswith("Tensor") and isinstance(one, type) and name != "Tensor"
+)
+_RETURNED = tuple(one for one in vars(torch.return_types).values() if isinstance(one, type) and issubclass(one, tuple))
+#: types of tensors whose operators run no code of a user
+TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_PLAIN_IDS = frozenset(map(id, (*_PLAIN, *TENSORS)))  # a metaclass may say that a class equals another
 
 
 def keeps_records_apart(func: Any, name: str) -> bool:
     """Return whether a function of torch, of this name, is known to do so; of an attribute, to get or to set it."""
     if name in ("__get__", "__set__"):
         return attribute_of(func) in (_ATTRIBUTES if name == "__get__" else _SET)
-    return name.removesuffix("_") in _NAMES or name in _SPECIAL or name.startswith(_LIBRARIES)
+    if name.startswith(_LIBRARIES):
+        return name not in _UNLIKE
+    return name.removesuffix("_") in _NAMES or name in _SPECIAL
 
 
 def attribute_of(func: Any) -> str:
@@ -124,13 +135,13 @@ def not_plain(values: Iterable[Any]) -> Any:
     """Return the first argument that could run a user's code within an operator, None if there is none."""
     for value in values:
         kind = type(value)
-        if kind in _PLAIN or isinstance(value, torch.Tensor) or any(value is one for one in _NUMBERS):
+        if id(kind) in _PLAIN_IDS or any(value is one for one in _NUMBERS):
             continue
         if kind is np.ndarray and value.dtype != object:
             continue
-        if isinstance(value, type) and value.__module__.startswith("torch"):  # such as torch.FloatTensor
+        if any(value is one for one in _KINDS_OF_TENSORS):
             continue
-        if kind in (tuple, list) or (issubclass(kind, tuple) and kind.__module__ == "torch.return_types"):
+        if kind is tuple or kind is list or any(kind is one for one in _RETURNED):
             found = not_plain(value)
         elif kind is dict:
             found = not_plain((*value, *value.values()))

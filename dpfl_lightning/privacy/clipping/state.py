@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import operator
 import os
 import random
 import sys
+import weakref
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from io import IOBase
@@ -17,6 +19,8 @@ from types import (
     BuiltinMethodType,
     CellType,
     CodeType,
+    CoroutineType,
+    FrameType,
     FunctionType,
     GeneratorType,
     MappingProxyType,
@@ -352,7 +356,7 @@ def _attributes(part: nn.Module) -> list[object]:
 
 def _content(value: Any, seen: Walk) -> object:
     """Return what can be compared of a value; None for an object in `seen`, by its id, which it joins."""
-    if value is None or type(value) in _TEXTUAL:
+    if value is None or id(type(value)) in _TEXTUAL_IDS:
         return repr(value)
     if isinstance(value, Tensor):
         if id(value) in seen:
@@ -366,23 +370,27 @@ def _content(value: Any, seen: Walk) -> object:
         return seen.number(id(value), functools.partial(_content_of_state, state, value, Walk(seen)))
     if isinstance(value, np.ndarray) and value.dtype != object:
         seen.kept.append(value)
-        return seen.number(id(value), lambda: (value.dtype, value.shape, hash(value.tobytes())))
+        return seen.number(id(value), functools.partial(_of_array, value))
     if isinstance(value, bytearray):
         seen.kept.append(value)
         return seen.number(id(value), lambda: repr(value))
     if isinstance(value, type):
         return repr(value), _content(_of_class(value, seen), seen)
-    if isinstance(value, str | bytes | int | float | complex | ModuleType):
+    if isinstance(value, ModuleType):
         return repr(value)
     if id(value) in seen:
         return None
+    if isinstance(value, str | bytes | int | float | complex):  # of a subclass, such as a member of an enum
+        seen[id(value)] = value
+        return repr(value), _of_subclass(value, seen)
     seen[id(value)] = value  # kept, so that no other object gets its id
     if isinstance(value, Mapping):
         if isinstance(value, dict):
             seen.table(value)
-        else:
+        if not isinstance(value, dict) or isinstance(value, OrderedDict):
             seen.parts(id(value), lambda: itertools.chain.from_iterable(_items(value)))
-        return *((repr(key), _content(one, seen)) for key, one in _items(value)), _of_subclass(value, seen)
+        entries = ((_key(key, seen), _content(one, seen)) for key, one in _items(value))
+        return *entries, _of_subclass(value, seen)
     if isinstance(value, list | tuple | deque | np.ndarray):
         if not isinstance(value, tuple):
             seen.parts(id(value), lambda: value)
@@ -408,6 +416,15 @@ def _content(value: Any, seen: Walk) -> object:
     return type(value), tuple(parts.items()), _content(_of_class(type(value), seen), seen)
 
 
+def _of_array(value: np.ndarray[Any, Any]) -> object:
+    return value.dtype, value.shape, value.flags.writeable, hash(value.tobytes())
+
+
+def _key(key: Any, seen: Walk) -> object:
+    """Return what can be compared of a key, which may be an object with state."""
+    return repr(key) if id(type(key)) in _TEXTUAL_IDS else (repr(key), _content(key, seen))
+
+
 def _of_subclass(value: Any, seen: Walk) -> object:
     """Return the attributes of a collection, which instances of a subclass have."""
     own = getattr(value, "__dict__", None)
@@ -415,6 +432,7 @@ def _of_subclass(value: Any, seen: Walk) -> object:
 
 
 _TEXTUAL = frozenset({str, bytes, int, bool, float, complex})
+_TEXTUAL_IDS = frozenset(map(id, _TEXTUAL))  # a metaclass may say that a class equals another
 
 
 def _numbers(tensor: Tensor) -> tuple[object, ...]:
@@ -544,6 +562,8 @@ def _numbers_in(value: Any, depth: int = 0) -> object:
 
 def _items(value: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
     """Return the entries as they are stored: a dictionary of another class may make new ones whenever it is asked."""
+    if isinstance(value, OrderedDict):  # which knows another order than the dictionary that it is
+        return OrderedDict.items(value)
     return dict.items(value) if isinstance(value, dict) else value.items()
 
 
@@ -553,6 +573,10 @@ def names_in(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from names_in(constant)
+
+
+def _of_frame(frame: FrameType | None) -> tuple[object, ...]:
+    return () if frame is None else (frame.f_lasti, dict(frame.f_locals))
 
 
 #: generators, which hold their state elsewhere
@@ -565,10 +589,11 @@ _STATES: dict[type, Callable[[Any], object]] = {
     itertools.count: repr,
     array: array.tobytes,
     memoryview: memoryview.tobytes,
-    GeneratorType: lambda one: (
-        one.gi_frame and one.gi_frame.f_lasti,
-        dict(one.gi_frame.f_locals) if one.gi_frame else {},
-    ),
+    GeneratorType: lambda one: (*_of_frame(one.gi_frame), one.gi_yieldfrom),
+    CoroutineType: lambda one: (*_of_frame(one.cr_frame), one.cr_await),
+    np.random.SeedSequence: lambda one: one.state,
+    weakref.ref: lambda one: id(one()),
+    torch.UntypedStorage: lambda one: hash(bytes(one)) if len(one) <= _COPIED else len(one),
 }
 #: what holds the state of objects without a dictionary of attributes
 _HELD: dict[type, tuple[str, ...]] = {
@@ -580,13 +605,19 @@ _HELD: dict[type, tuple[str, ...]] = {
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
     property: ("fget", "fset"),
+    BaseException: ("args", "__cause__", "__context__", "__dict__"),
 }
 
 
 def _slots(kind: type) -> list[str]:
     """Names of the slots of a class and of its bases."""
-    listed = [vars(one).get("__slots__", ()) for one in kind.__mro__]
-    return [name for names in listed for name in ([names] if isinstance(names, str) else names)]
+    found: list[str] = []
+    for one in kind.__mro__:
+        names = vars(one).get("__slots__", ())
+        for name in [names] if isinstance(names, str) else names:
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{one.__name__.lstrip('_')}{name}" if private else name)
+    return found
 
 
 def _of_class(kind: type, seen: Walk) -> dict[str, Any]:
@@ -594,7 +625,8 @@ def _of_class(kind: type, seen: Walk) -> dict[str, Any]:
     if id(kind) in seen:
         return {}
     seen[id(kind)] = kind
-    users = [one for one in reversed(kind.__mro__) if one.__module__.partition(".")[0] not in _LIBRARIES]
+    line = [*reversed(inspect.getmro(type(kind))), *reversed(kind.__mro__)]
+    users = [one for one in line if str(one.__module__).partition(".")[0] not in _LIBRARIES]
     for one in users:
         seen.space(one)
     special = vars(_Plain).keys() - {"__doc__"}

@@ -29,12 +29,13 @@ from torch._functorch.autograd_function import custom_function_call
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.privacy.clipping.independent import attribute_of, keeps_records_apart, not_plain
+from dpfl_lightning.privacy.clipping.independent import TENSORS, attribute_of, keeps_records_apart, not_plain
 from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.privacy.clipping.passes import Checksums
 from dpfl_lightning.privacy.clipping.state import Kept, large_tensors
@@ -61,6 +62,32 @@ class _Here(threading.local):
 _HERE = _Here()
 
 
+class _Eager:
+    """While passes are watched, in any thread, functions that torch compiles run as they are written.
+
+    The compiler remembers numbers of records, and chooses code by them.
+    """
+
+    def __init__(self) -> None:
+        self._passes, self._stance, self._lock = 0, None, threading.Lock()
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._stance is None and "torch._dynamo.eval_frame" in sys.modules:  # else nothing is compiled
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._passes += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._passes -= 1
+            if self._passes == 0 and self._stance is not None:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+
+
+_EAGER = _Eager()
+
+
 def _of_function(interpreter: Any, function: Any, *operands: Any, **options: Any) -> Any:
     """Do what `vmap` does with a function of autograd, unless a user wrote it and a pass is watched.
 
@@ -78,8 +105,13 @@ OWN_FUNCTIONS = list[type[torch.autograd.Function]]()
 
 
 def _is_torchs(function: Any) -> bool:
-    home = sys.modules.get(function.__module__) if function.__module__.startswith("torch.") else None
-    return home is not None and vars(home).get(function.__name__) is function
+    return _lives_in(function, "torch.")
+
+
+def _lives_in(kind: Any, *packages: str) -> bool:
+    """Return whether a class is in the module of one of these packages that it names."""
+    home = sys.modules.get(kind.__module__) if kind.__module__.startswith(packages) else None
+    return home is not None and vars(home).get(kind.__name__) is kind
 
 
 def _text(tensor: Tensor, *args: Any, **options: Any) -> str:
@@ -119,6 +151,8 @@ _COMPILED += [(torch._C.LiteScriptModule, name) for name in ("__call__", "forwar
 _COMPILED += [(torch._C, "_jit_interpret_graph")]
 for _kind, _name in _COMPILED:
     setattr(_kind, _name, _not_within_a_pass(getattr(_kind, _name), "code of torch.jit runs unseen"))
+for _kind, _name in ((torch._C, "_dispatch_call_boxed"), (torch._C._DispatchOperatorHandle, "redispatch_boxed")):
+    setattr(_kind, _name, _not_within_a_pass(getattr(_kind, _name), "the dispatcher runs operators unseen"))
 _hooks, _push = torch._C._autograd, "_push_saved_tensors_default_hooks"
 setattr(_hooks, _push, _not_within_a_pass(getattr(_hooks, _push), "hooks of saved tensors run unseen"))
 checkpoint._checkpoint_hook = _Checkpoint  # type: ignore[misc]
@@ -127,7 +161,7 @@ checkpoint._checkpoint_hook = _Checkpoint  # type: ignore[misc]
 def _require_no_code(func: Any, types: Any, values: Sequence[Any]) -> None:
     """Raise LeftVmap if a function of torch would run a user's code, which no mode watches within it."""
     own = [] if _is_of_torch(func) else [getattr(func, "__name__", str(func))]
-    own += [kind.__name__ for kind in types if kind not in _TENSORS]
+    own += [kind.__name__ for kind in types if not any(kind is one for one in TENSORS)]
     if (found := not_plain(values)) is not None:
         own.append(getattr(found, "__name__", type(found).__name__))
     if own:
@@ -161,7 +195,6 @@ def _home_of(func: Any) -> str:
 
 
 _OF_C = frozenset({BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType})
-_TENSORS = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class WatchedCalls(TorchFunctionMode):
@@ -180,9 +213,12 @@ class WatchedCalls(TorchFunctionMode):
     def __enter__(self) -> WatchedCalls:
         global _watched
         self._modes = torch._C._len_torch_dispatch_stack()
+        if self._under_vmap:
+            _require_no_modes_of_users()
         with _LOCK:
             _watched += self._under_vmap
         _HERE.watched += self._under_vmap
+        _EAGER.begin()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -190,6 +226,7 @@ class WatchedCalls(TorchFunctionMode):
         with _LOCK:
             _watched -= self._under_vmap
         _HERE.watched -= self._under_vmap
+        _EAGER.end()
         super().__exit__(*error)
 
     def note(self, *values: Any) -> None:
@@ -223,7 +260,7 @@ class WatchedCalls(TorchFunctionMode):
     def _note_operator(self, func: Any, args: Any, kwargs: Any, found: Any) -> None:
         """Note what decides which code of a kernel runs, but for the values of tensors."""
         given = (*args, *kwargs.values()) if kwargs else args
-        options = [one for one in given if type(one) in _OPTIONS] if func not in _DROPPING else ()
+        options = [one for one in given if id(type(one)) in _OPTIONS] if func not in _DROPPING else ()
         results = found if isinstance(found, tuple | list) else (found,)
         shapes = [one.shape for one in results if isinstance(one, Tensor)]
         if shapes or func is Tensor.__setitem__:  # others compute nothing, such as what asks for a shape or a flag
@@ -274,6 +311,13 @@ class WatchedCalls(TorchFunctionMode):
         return any(one() is not None for one in self._made)
 
 
+def _require_no_modes_of_users() -> None:
+    """Raise LeftVmap if a user's mode is below that of a watch, where it would see the records of a pass at once."""
+    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+        if not _lives_in(type(mode), "torch.", "dpfl_lightning."):
+            raise LeftVmap(f"a mode of `{type(mode).__name__}` sees all records")
+
+
 def gradients_of(loss: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     """Return the gradients as `torch.autograd.grad`, None where there is none; a mode sees the hooks that run."""
     if not loss.requires_grad:
@@ -310,7 +354,7 @@ def _beside_input(args: Any, kwargs: Any) -> list[Any]:
 #: functions by which torch asks all records at once, and those that ask each
 _OF_EACH: dict[Any, Any] = {torch._is_all_true: torch.all, torch._is_any_true: torch.any}
 _OF_EACH |= {Tensor._is_all_true: torch.all, Tensor._is_any_true: torch.any}
-_OPTIONS = frozenset({bool, int, float, str})
+_OPTIONS = frozenset(map(id, (bool, int, float, str)))
 _DROPOUTS = "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout multi_head_attention_forward"
 #: functions that are told how much to drop, which is nothing while passes are watched
 _DROPPING = frozenset({*(getattr(F, name) for name in _DROPOUTS.split()), F.scaled_dot_product_attention, *_RECURRENT})
