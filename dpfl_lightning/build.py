@@ -14,7 +14,7 @@ from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.engines.trainer import TrainerEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.facts import Facts
-from dpfl_lightning.models.tasks import ClassWeightedLoss
+from dpfl_lightning.models.tasks import ClassWeightedLoss, build_task
 
 ENGINES: dict[str, type[SerialEngine]] = {
     "fast": FastEngine,
@@ -38,17 +38,18 @@ def build_module(options: Options, population: Population | Facts) -> ClientModu
 
     Raises UserError if a ClientModule has another task or other metrics than the configuration.
     """
-    model, task, metrics = _build_model(options, population), options.task, tuple(options.evaluation.metrics)
+    model, metrics = _build_model(options, population), tuple(options.evaluation.metrics)
+    task = None if options.task is None else build_task(options.task)
     priors, per_record = options.model.get("class_priors"), options.model.get("per_record", False)
     require(isinstance(per_record, bool), "model.per_record", "be true or false", per_record)
     if not isinstance(model, ClientModule):
         loss = None if priors is None else ClassWeightedLoss.of_priors(priors, population.num_classes)
-        return ClientModule(model, loss, task=task, metrics=metrics, per_record=per_record)
+        return ClientModule(model, loss, task=options.task, metrics=metrics, per_record=per_record)
     advice = "Write ClientModule(model, per_record=True)."
     require(not per_record, "model.per_record", "be left out", per_record, advice)
     require(priors is None, "model.class_priors", "be left out: the ClientModule has a loss", priors)
     advice = "The ClientModule sets it, too: set it in one place."
-    require(task is None or model.named_task in (None, task), "task", f"be {model.named_task!r}", task, advice)
+    require(task is None or model.named_task in (None, task), "task", f"be '{model.named_task}'", f"{task}", advice)
     same = not metrics or tuple(model.metrics) in ((), metrics)
     require(same, "evaluation.metrics", f"be {list(model.metrics)}", list(metrics), advice)
     model.named_task, model.metrics = model.named_task or task, tuple(model.metrics) or metrics

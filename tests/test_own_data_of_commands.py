@@ -20,6 +20,7 @@ from dpfl_lightning.config.options import DataOptions, Options
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.loop import build_loop
+from dpfl_lightning.models.tasks import TASKS
 
 CODE = '''
 import torch
@@ -189,7 +190,7 @@ def test_a_users_module_has_the_task_and_the_metrics_of_the_configuration(words,
     options, _ = load(["--config", "own.yaml", *words])
     population = build_population(options)
     module = build_module(options, population)
-    assert (module.named_task, module.metrics) == (task, metrics)
+    assert (module.named_task, module.metrics) == (task and TASKS[task], metrics)
 
 
 @pytest.mark.parametrize("words", [["--model", "{class_path: hospitals_of_tests.net, init_args: {width: 2}}"], []])

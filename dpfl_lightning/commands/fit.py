@@ -111,8 +111,8 @@ def _of_sites(flags: argparse.Namespace, connect: Connect | None) -> dict[str, A
 
 def _fit_sites(options: Options, flags: argparse.Namespace, connect: Connect | None) -> None:
     """Train over the nodes of sites."""
+    from dpfl_lightning.sites.server.addresses import connection_to
     from dpfl_lightning.sites.server.channel import Sites
-    from dpfl_lightning.sites.server.connections import connection_to
     from dpfl_lightning.sites.server.deploy import loop_over
     from dpfl_lightning.sites.terms import read_terms
 

@@ -308,8 +308,8 @@ class Options(Section, section=""):
             fix: true replaces layers that mix records, such as BatchNorm by GroupNorm, by Opacus' ModuleValidator.
             per_record: true trains with the losses of single records also if those of a batch are others.
             class_priors: [0.9, 0.1] weighs the loss of each record by the inverse of its class's public share.
-        task: what labels and outputs mean, which gives loss, accuracy and metrics; null infers it from the shapes of
-            the model's outputs and the labels, and the plan shows it.
+        task: what labels and outputs mean, which gives loss, accuracy and metrics: a name, or {name, options}; null
+            infers it from the shapes of the model's outputs and the labels, and the plan shows it.
         clients: see ClientOptions.
         privacy: see PrivacyOptions; None trains without clipping, noise or guarantee.
         strategies: of the server: {name: options}, with at most one aggregation rule (default size_weighted). Name a
@@ -328,7 +328,7 @@ class Options(Section, section=""):
     seed: Annotated[int, Interval(ge=0, lt=2**63)] = 0
     data: DataOptions = field(default_factory=DataOptions)
     model: Annotated[dict, _ONE_CHOICE] = field(default_factory=lambda: {"name": "cnn_small"})
-    task: str | None = None
+    task: str | Named | None = None
     clients: ClientOptions = field(default_factory=ClientOptions)
     privacy: PrivacyOptions | None = field(default_factory=PrivacyOptions)
     strategies: Strategies = field(default_factory=lambda: {"size_weighted": {}})
@@ -418,7 +418,8 @@ def hints_of(kind: SectionKind) -> dict[str, Any]:
         key = f"{kind.section}.{name}".removeprefix(".")
         if key in NAMES and str in (hint, *get_args(hint)):
             one: Any = Literal[*names_of(key)]
-            hint = {str: one, str | None: one | None}.get(hint, tuple[one, ...])
+            written: dict[Any, Any] = {str: one, str | None: one | None, str | Named | None: one | Named | None}
+            hint = written.get(hint, tuple[one, ...])
         if name != "section" and key not in SECTIONS:
             found[key] = hint
     return found

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpfl_lightning.errors import require, require_one_of
+from dpfl_lightning.errors import require
 from dpfl_lightning.models import check_net
 from dpfl_lightning.models.derivatives import Differentiating
 from dpfl_lightning.models.operators import CheckedOperators
-from dpfl_lightning.models.tasks import TASKS, Task, task_of
+from dpfl_lightning.models.tasks import Task, build_task, task_of
 from dpfl_lightning.privacy.clipping.inputs import Inputs, arguments
 from dpfl_lightning.privacy.clipping.reference import Params
 from dpfl_lightning.privacy.clipping.stateless import call, further_names
@@ -54,18 +54,16 @@ class Model(nn.Module):
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         personal: Sequence[str] = (),
         output: Callable[[Any], Tensor] | None = None,
-        task: str | None = None,
+        task: str | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self._differentiating = Differentiating()
         check_net(net)
-        if task is not None:
-            require_one_of(TASKS, "task", task)
         _check_function("loss", loss, "Such as torch.nn.CrossEntropyLoss(reduction='none').")
         _check_function("output", output, "It gets what the model returns.")
         must = "be a list of names of parameters"
         require(not isinstance(personal, str), "personal", must, personal, f"Pass [{personal!r}].")
-        self.net, self.named_task = net, task
+        self.net, self.named_task = net, None if task is None else build_task(task)
         self.given_loss, self.given_output = loss, output
         self.personal = tuple(personal) or tuple(getattr(net, "personal", ()))
         self._users_code = bool(code_of_users(net, None))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 from torch.nn import functional as F
 
+from dpfl_lightning.config.registry import call
 from dpfl_lightning.errors import UserError, require, require_one_of
 
 IGNORED = -100  # label of a pixel or token that counts neither in the loss nor in a metric
@@ -43,31 +45,28 @@ def _label_loss(output: Tensor, y: Tensor) -> Tensor:
     return losses.flatten(1).mean(dim=1)
 
 
-def _squared_error(output: Tensor, y: Tensor) -> Tensor:
-    losses = F.mse_loss(output.reshape(y.shape), y, reduction="none")
-    return losses if y.dim() == 1 else losses.flatten(1).mean(dim=1)
+def _mean_of(losses: Tensor) -> Tensor:
+    """Return the mean loss of each record `[B]`, of `[B, ...]`."""
+    return losses if losses.dim() == 1 else losses.flatten(1).mean(dim=1)
 
 
-def _right_classes(output: Tensor, y: Tensor) -> Tensor:
-    return class_logits(output, y).argmax(dim=1) == y
+def _log_odds(y: Tensor) -> Tensor:
+    return y.double().mean(dim=0).logit(eps=1e-7)
 
 
-def _without_channel(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return masks `[B, 1, ...]` as `[B, ...]`."""
-    return output, y.squeeze(1) if y.dim() == output.dim() else y
+def pinball(output: Tensor, y: Tensor, quantile: float) -> Tensor:
+    """Return the loss whose mean is smallest at the quantile of `y` (Koenker and Bassett 1978), in its shape.
+
+    >>> pinball(torch.zeros(2), torch.tensor([1.0, -1.0]), 0.9)
+    tensor([0.9000, 0.1000])
+    """
+    above = y - output
+    return torch.maximum(quantile * above, (quantile - 1) * above)
 
 
 def _is_mask(output: Shape, y: Shape) -> bool:
     channel = len(y) == len(output) >= 2 and y[0] == 1
     return len(y) >= 1 and len(output) >= 2 and output[1:] == (y[1:] if channel else y)
-
-
-def _token_loss(output: Tensor, y: Tensor) -> Tensor:
-    return _cross_entropy(output.movedim(-1, 1), y)  # logits [B, vocabulary, tokens]
-
-
-def _next_tokens(output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    return output[:, :-1], y[:, 1:]
 
 
 def _hazard_loss(output: Tensor, y: Tensor) -> Tensor:
@@ -116,55 +115,111 @@ class ClassWeightedLoss:
 
 @dataclass(frozen=True)
 class Task:
-    """What the labels and outputs of a record mean. Shapes are those of one record.
+    """What the labels and outputs of a record mean. A subclass is a task, and its further fields are its options.
+
+    Shapes are those of one record; `output` is `[B, ...]` and `y` is `[B, ...]`. Labels are integers unless `real`.
 
     Args:
-        name: a key of `TASKS`.
+        probabilities: whether outputs are probabilities of label 1, or of classes, and not logits.
+
+    Attributes:
         expects: shapes of labels and outputs, in words.
-        fits: whether outputs and labels of these shapes fit each other.
-        loss: function of `output [B, ...]`, `y [B, ...]`; one loss per record `[B]`, the mean over its labels that
-            count, and 0 if none counts.
-        right: function of the same; whether each prediction is right, in the shape of `y`. None: there is no accuracy.
         metrics: names of the default metrics.
+        kind: of classification, as torchmetrics names it; empty if labels are no classes.
+        ignores: whether `IGNORED` is a label that counts in nothing.
         real: whether labels are real numbers.
         one_class: whether a record has one class.
-        probabilities: whether outputs are probabilities of label 1, or of classes, and not logits.
-        aligned: function of outputs and labels that returns those that belong together.
+        zero_or_one: whether labels are 0 or 1, and may be floating if the task is named.
         inferred: whether shapes can tell the task; otherwise it is named, or known by the model.
+        has_accuracy: whether a prediction is right or wrong.
+        note: what a user reads if the model, and nobody else, says that this is the task.
     """
 
-    name: str
-    expects: str
-    fits: Callable[[Shape, Shape], bool]
-    loss: Callable[[Tensor, Tensor], Tensor]
-    right: Callable[[Tensor, Tensor], Tensor] | None
-    metrics: tuple[str, ...] = ()
-    real: bool = False
-    one_class: bool = False
-    probabilities: bool = False
-    aligned: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda output, y: (output, y)
-    inferred: bool = True
+    expects: ClassVar[str]
+    metrics: ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[str] = ""
+    ignores: ClassVar[bool] = False
+    real: ClassVar[bool] = False
+    one_class: ClassVar[bool] = False
+    zero_or_one: ClassVar[bool] = False
+    inferred: ClassVar[bool] = True
+    has_accuracy: ClassVar[bool] = True
+    note: ClassVar[str] = ""
+    probabilities: bool = field(default=False, kw_only=True)
 
     @property
-    def zero_or_one(self) -> bool:
-        """Whether labels are 0 or 1, and may be floating if the task is named."""
-        return self.name in ("binary", "multilabel")
+    def name(self) -> str:
+        """The key of `TASKS`."""
+        return next((name for name, task in TASKS.items() if type(task) is type(self)), "custom")
+
+    def __str__(self) -> str:
+        """The name, with the options of a task that has some."""
+        options = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "probabilities"}
+        return " ".join([self.name, *(f"{name} {value}" for name, value in options.items())])
+
+    def fits(self, output: Shape, y: Shape) -> bool:
+        """Whether outputs and labels of these shapes fit each other."""
+        raise NotImplementedError
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """Return one loss per record `[B]`: the mean over its labels that count, and 0 if none counts."""
+        raise NotImplementedError
+
+    def right(self, output: Tensor, y: Tensor) -> Tensor:
+        """Return whether each prediction is right, in the shape of `y`; `output` are logits."""
+        raise NotImplementedError
+
+    def best_constant(self, y: Tensor, num_classes: int) -> Tensor:
+        """Return the output of one record that is best for all labels `y [n, ...]`, such as their mean."""
+        raise NotImplementedError
+
+    def aligned(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return those outputs and labels that belong together."""
+        return output, y
+
+    def for_metrics(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what metrics take, of aligned logits and labels: probabilities, predicted classes, or numbers."""
+        return output, y
+
+    def num_for_metrics(self, output: Tensor, y: Tensor, num_classes: int) -> int:
+        """Return the number of classes, or of labels, that metrics are told."""
+        return num_classes
 
     @property
     def takes_floats(self) -> bool:
         """Whether labels are classes that may be floating 0 and 1 if the task is named."""
-        return self.zero_or_one or self.name == "segmentation"
+        return self.zero_or_one
+
+    @property
+    def shifted(self) -> Task | None:
+        """The task for a model that compares an output with the next label."""
+        return None
+
+    def gives_each_class(self, output: Shape) -> bool:
+        """Whether an output of this shape has a number for each class, and not one for label 1 alone."""
+        return not self.zero_or_one
+
+    def stated(self, shares: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the probability that a prediction states `[B]`, and whether what it states is so `[B]`.
+
+        `shares` `[B, K]` are probabilities of the classes. It is that of the predicted class.
+        """
+        return shares.amax(dim=1), shares.argmax(dim=1) == y
+
+    def surplus(self, output: Shape, num_classes: int) -> int:
+        """Return how many outputs no class has."""
+        return 0
 
     def as_logits(self, output: Tensor) -> Tensor:
         """Return outputs `[B, ...]` as logits: log-odds of probabilities, or logarithms if each class has one."""
         if not self.probabilities:
             return output
-        several = not self.zero_or_one or (self.name == "binary" and output.shape[1:] == (2,))
+        several = self.gives_each_class(tuple(output.shape[1:]))
         return output.clamp(min=1e-30).log() if several else output.logit(eps=1e-7)
 
     def hits(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return how many predictions of each record are right, and how many count, `[B]` float64 each."""
-        if self.right is None:
+        if not self.has_accuracy:
             nothing = output.new_zeros(len(y), dtype=torch.float64)
             return nothing, nothing
         output, y = self.aligned(output, y)
@@ -174,8 +229,6 @@ class Task:
 
     def check(self, y: Tensor) -> None:
         """Raise UserError unless labels `y [n, ...]` have the task's type, and only the values 0 and 1 if binary."""
-        if self is CUSTOM:
-            return
         advice = "Pass y.long() for classes." if y.is_floating_point() else "Pass y.float() for a regression."
         must = f"be {'floating' if self.real else 'integer'} for task {self.name}"
         require(y.is_floating_point() == self.real or self.takes_floats, "y", must, y.dtype, advice)
@@ -183,88 +236,298 @@ class Task:
             valid = bool(((y == 0) | (y == 1)).all())
             require(valid, "y", f"hold 0 or 1 for each label of task {self.name}", "other numbers")
 
+    def wrong_labels(self, y: Tensor, num_classes: int, columns: Sequence[str]) -> Iterator[tuple[Tensor, str, str]]:
+        """Yield which records `[n]` have labels that the task cannot have, what records must have, and advice.
 
-#: name -> task
-TASKS: dict[str, Task] = {
-    "multiclass": Task(
-        "multiclass",
-        "integer labels [B] and outputs [B, classes]",
-        lambda output, y: y == () and len(output) == 1 and output[0] >= 2,
-        _class_loss,
-        _right_classes,
-        one_class=True,
-    ),
-    "binary": Task(
-        "binary",
-        "integer labels [B] and outputs [B], [B, 1] or [B, 2]",
-        lambda output, y: (y, output) in {((), ()), ((), (1,)), ((), (2,)), ((1,), (1,))},
-        _class_loss,
-        _right_classes,
-        one_class=True,
-    ),
-    "multilabel": Task(
-        "multilabel",
-        "labels [B, labels] of 0 and 1 and outputs of the same shape",
-        lambda output, y: len(y) == 1 and output == y,
-        _label_loss,
-        lambda output, y: (output > 0) == (y > 0),
-    ),
-    "regression": Task(
-        "regression",
-        "floating labels [B, ...] and as many outputs",
-        lambda output, y: torch.Size(output).numel() == torch.Size(y).numel(),
-        _squared_error,
-        None,
-        metrics=("mae", "r2"),
-        real=True,
-    ),
-    "segmentation": Task(
-        "segmentation",
-        "integer labels [B, ...] or [B, 1, ...] and outputs [B, classes, ...]",
-        _is_mask,
-        lambda output, y: _class_loss(*_without_channel(output, y)),
-        _right_classes,
-        metrics=("iou",),
-        aligned=_without_channel,
-    ),
-    "language_modeling": Task(
-        "language_modeling",
-        "integer labels [B, tokens] and outputs [B, tokens, vocabulary]",
-        lambda output, y: len(y) == 1 and len(output) == 2 and output[:1] == y,
-        _token_loss,
-        lambda output, y: output.argmax(dim=-1) == y,
-        metrics=("perplexity",),
-    ),
-    "causal_lm": Task(
-        "causal_lm",
+        `columns` are the names of the label's columns; empty without a table.
+        """
+        yield from ()
+
+
+class OfClasses(Task):
+    """Labels are classes; losses are cross entropies of logits."""
+
+    kind = "multiclass"
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        return _class_loss(output, y)
+
+    def right(self, output: Tensor, y: Tensor) -> Tensor:
+        return class_logits(output, y).argmax(dim=1) == y
+
+    def best_constant(self, y: Tensor, num_classes: int) -> Tensor:
+        counts = y[y != IGNORED].long().bincount(minlength=num_classes).double()
+        constant = (counts / counts.sum()).clamp(min=1e-30).log()
+        return constant.view(-1, *[1] * (y.dim() - 1)).expand(-1, *y.shape[1:])
+
+    def num_for_metrics(self, output: Tensor, y: Tensor, num_classes: int) -> int:
+        return max(num_classes, class_logits(output, y).shape[1])
+
+
+class Multiclass(OfClasses):
+    """One of several classes."""
+
+    expects = "integer labels [B] and outputs [B, classes]"
+    one_class = True
+
+    def fits(self, output: Shape, y: Shape) -> bool:
+        return y == () and len(output) == 1 and output[0] >= 2
+
+    def for_metrics(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return output.softmax(dim=1), y
+
+    def surplus(self, output: Shape, num_classes: int) -> int:
+        return max(0, output[0] - num_classes)
+
+
+class Binary(OfClasses):
+    """Class 0 or 1, by one logit or two."""
+
+    expects = "integer labels [B] and outputs [B], [B, 1] or [B, 2]"
+    kind = "binary"
+    one_class = zero_or_one = True
+
+    def fits(self, output: Shape, y: Shape) -> bool:
+        return (y, output) in {((), ()), ((), (1,)), ((), (2,)), ((1,), (1,))}
+
+    def best_constant(self, y: Tensor, num_classes: int) -> Tensor:
+        return _log_odds(y)
+
+    def for_metrics(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return class_logits(output, y).softmax(dim=1)[:, 1].flatten(), y.flatten()
+
+    def num_for_metrics(self, output: Tensor, y: Tensor, num_classes: int) -> int:
+        return num_classes
+
+    def gives_each_class(self, output: Shape) -> bool:
+        return output == (2,)
+
+    def stated(self, shares: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """As of `Task`, for class 1 instead of the predicted one."""
+        return shares[:, 1], y == 1
+
+
+class Multilabel(Task):
+    """Several labels of 0 and 1, each by a logit of its own."""
+
+    expects = "labels [B, labels] of 0 and 1 and outputs of the same shape"
+    kind = "multilabel"
+    zero_or_one = True
+
+    def fits(self, output: Shape, y: Shape) -> bool:
+        return len(y) == 1 and output == y
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        return _label_loss(output, y)
+
+    def right(self, output: Tensor, y: Tensor) -> Tensor:
+        return (output > 0) == (y > 0)
+
+    def best_constant(self, y: Tensor, num_classes: int) -> Tensor:
+        return _log_odds(y)
+
+    def for_metrics(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return output.sigmoid(), y
+
+    def num_for_metrics(self, output: Tensor, y: Tensor, num_classes: int) -> int:
+        return output.shape[1]
+
+
+class Regression(Task):
+    """Real numbers; the loss is the squared error."""
+
+    expects = "floating labels [B, ...] and as many outputs"
+    metrics = ("mae", "r2")
+    real = True
+    has_accuracy = False
+
+    def fits(self, output: Shape, y: Shape) -> bool:
+        return torch.Size(output).numel() == torch.Size(y).numel()
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        return _mean_of(F.mse_loss(output.reshape(y.shape), y, reduction="none"))
+
+    def best_constant(self, y: Tensor, num_classes: int) -> Tensor:
+        return y.double().mean(dim=0)
+
+    def for_metrics(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        flat = y.reshape(len(y), -1)
+        return (output.reshape(flat.shape), flat) if flat.shape[1] > 1 else (output.flatten(), y.flatten())
+
+
+@dataclass(frozen=True)
+class QuantileRegression(Regression):
+    """A quantile of real numbers; the loss is the pinball loss.
+
+    Args:
+        quantile: the share of labels that shall lie below the output.
+    """
+
+    metrics = ("pinball", "coverage")
+    inferred = False
+    quantile: Annotated[float, Interval(gt=0, lt=1)] = 0.5
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        return _mean_of(pinball(output.reshape(y.shape), y, self.quantile))
+
+    def best_constant(self, y: Tensor, num_classes: int) -> Tensor:
+        return y.double().quantile(self.quantile, dim=0, interpolation="lower")
+
+
+class Segmentation(OfClasses):
+    """A class for each pixel."""
+
+    expects = "integer labels [B, ...] or [B, 1, ...] and outputs [B, classes, ...]"
+    metrics = ("iou",)
+    ignores = True
+
+    def fits(self, output: Shape, y: Shape) -> bool:
+        return _is_mask(output, y)
+
+    @property
+    def takes_floats(self) -> bool:
+        return True
+
+    def aligned(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Return masks `[B, 1, ...]` as `[B, ...]`."""
+        return output, y.squeeze(1) if y.dim() == output.dim() else y
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        return _class_loss(*self.aligned(output, y))
+
+    def for_metrics(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return class_logits(output, y).argmax(dim=1).flatten(), y.flatten()
+
+
+class LanguageModeling(Task):
+    """The token at each place."""
+
+    expects = "integer labels [B, tokens] and outputs [B, tokens, vocabulary]"
+    metrics = ("perplexity",)
+    ignores = True
+
+    def fits(self, output: Shape, y: Shape) -> bool:
+        return len(y) == 1 and len(output) == 2 and output[:1] == y
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        output, y = self.aligned(output, y)
+        return _cross_entropy(output.movedim(-1, 1), y)  # logits [B, vocabulary, tokens]
+
+    def right(self, output: Tensor, y: Tensor) -> Tensor:
+        return output.argmax(dim=-1) == y
+
+    def best_constant(self, y: Tensor, num_classes: int) -> Tensor:
+        aligned = self.aligned(y, y)[1]
+        counts = aligned[aligned != IGNORED].long().bincount(minlength=num_classes).double()
+        return (counts / counts.sum()).clamp(min=1e-30).log().expand(*y.shape[1:], -1)
+
+    @property
+    def shifted(self) -> Task | None:
+        return TASKS["causal_lm"]
+
+
+class CausalLM(LanguageModeling):
+    """The next token at each place: labels are the tokens of the record itself."""
+
+    expects = (
         "the tokens of the record as labels [B, tokens], of which each predicts the next, and outputs "
-        "[B, tokens, vocabulary]",
-        lambda output, y: len(y) == 1 and len(output) == 2 and output[:1] == y,
-        lambda output, y: _token_loss(*_next_tokens(output, y)),
-        lambda output, y: output.argmax(dim=-1) == y,
-        metrics=("perplexity",),
-        aligned=_next_tokens,
-        inferred=False,
-    ),
-    "survival": Task(
-        "survival",
-        "integer labels [B, 2], the interval and whether the event was in it, and outputs [B, intervals]",
-        lambda output, y: y == (2,) and len(output) == 1,
-        _hazard_loss,
-        None,
-        metrics=("c_index",),
-        inferred=False,
-    ),
+        "[B, tokens, vocabulary]"
+    )
+    inferred = False
+    note = "labels are the tokens of the record, and each output is compared with the next one"
+
+    def aligned(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return output[:, :-1], y[:, 1:]
+
+    @property
+    def shifted(self) -> Task | None:
+        return None
+
+
+class Survival(Task):
+    """The interval of an event, or the last one in which a record was seen; outputs are logits of hazards."""
+
+    expects = "integer labels [B, 2], the interval and whether the event was in it, and outputs [B, intervals]"
+    metrics = ("c_index",)
+    inferred = False
+    has_accuracy = False
+
+    def fits(self, output: Shape, y: Shape) -> bool:
+        return y == (2,) and len(output) == 1
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        return _hazard_loss(output, y)
+
+    def best_constant(self, y: Tensor, num_classes: int) -> Tensor:
+        at_risk = (y[:, :1] >= torch.arange(num_classes, device=y.device)).double().sum(dim=0)
+        events = y[y[:, 1] > 0, 0].bincount(minlength=num_classes).double()
+        return (events / at_risk.clamp(min=1)).logit(eps=1e-7)
+
+    def for_metrics(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return expected_intervals(output), y
+
+    def surplus(self, output: Shape, num_classes: int) -> int:
+        advice = "Change the model, or num_classes, which is the number of intervals."
+        must = f"give {num_classes} outputs, one for each interval"
+        require(output == (num_classes,), "model", must, output[0], advice)
+        return 0
+
+    def wrong_labels(self, y: Tensor, num_classes: int, columns: Sequence[str]) -> Iterator[tuple[Tensor, str, str]]:
+        interval, event = y.unbind(dim=1)
+        order = f"The order is label: [time, event], got {[*columns]}." if columns else "The order is [time, event]."
+        coded = f"Of events coded 1 and 2 write replace: {{{[*columns, 'time', 'event'][1]}: {{1: 0, 2: 1}}}}."
+        must = "have the event, 0 or 1, in the second column of task survival"
+        yield (event != 0) & (event != 1), must, f"{order} {coded}"
+        must = f"have an interval from 0 to {num_classes - 1} in the first column of task survival"
+        advice = "None is ignored: leave out the record, or write the last interval in which it was seen, and event 0."
+        yield (interval < 0) | (interval >= num_classes), must, advice
+
+
+class Custom(Task):
+    """Of a module with a user's loss whose outputs fit no task: there is no accuracy, and only it knows the loss."""
+
+    expects = "any labels and outputs"
+    inferred = False
+    has_accuracy = False
+
+    def fits(self, output: Shape, y: Shape) -> bool:
+        return True
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        return torch.full((len(y),), torch.nan)
+
+    def check(self, y: Tensor) -> None:
+        """Nothing: labels are what the user's loss takes."""
+
+
+CUSTOM = Custom()
+#: name -> task with its default options
+TASKS: dict[str, Task] = {
+    "multiclass": Multiclass(),
+    "binary": Binary(),
+    "multilabel": Multilabel(),
+    "regression": Regression(),
+    "quantile_regression": QuantileRegression(),
+    "segmentation": Segmentation(),
+    "language_modeling": LanguageModeling(),
+    "causal_lm": CausalLM(),
+    "survival": Survival(),
 }
 
 
-#: of a module with a user's loss whose outputs fit no task: there is no accuracy, and only the module knows the loss
-CUSTOM = Task(
-    "custom", "any labels and outputs", lambda output, y: True, lambda output, y: torch.full((len(y),), torch.nan), None
-)
+def build_task(named: str | Mapping[str, Any]) -> Task:
+    """Return a task by its name, or by `{"name": ..., **options}`. Raises UserError.
+
+    >>> build_task({"name": "quantile_regression", "quantile": 0.9}).quantile
+    0.9
+    """
+    options = {"name": named} if isinstance(named, str) else dict(named)
+    name = options.pop("name", None)
+    require_one_of(TASKS, "task", name)
+    return call("task", {one: type(task) for one, task in TASKS.items()}, str(name), **options)
 
 
-def task_of(output: Shape, y: Shape, real: bool, num_classes: int | None = None, named: str | None = None) -> Task:
+def task_of(output: Shape, y: Shape, real: bool, num_classes: int | None = None, named: Task | None = None) -> Task:
     """Return the task for outputs and labels of these shapes of one record: the `named` one, or the only one that fits.
 
     Only shapes, dtypes and `num_classes` decide, never values of labels. Raises UserError if no task fits, or several.
@@ -274,12 +537,10 @@ def task_of(output: Shape, y: Shape, real: bool, num_classes: int | None = None,
     """
     kinds = f"outputs [{_shown(output)}] for {'floating' if real else 'integer'} labels [{_shown(y)}]"
     if named is not None:
-        require_one_of(TASKS, "task", named)
-        task = TASKS[named]
-        fits = (task.real == real or task.takes_floats) and task.fits(output, y)
-        advice = "Pass y.long() for classes." if real and not task.real else ""
-        require(fits, "task", f"fit the data and the model: {named} needs {task.expects}", kinds, advice)
-        return task
+        fits = (named.real == real or named.takes_floats) and named.fits(output, y)
+        advice = "Pass y.long() for classes." if real and not named.real else ""
+        require(fits, "task", f"fit the data and the model: {named.name} needs {named.expects}", kinds, advice)
+        return named
     fitting = [task for task in TASKS.values() if task.inferred and task.real == real and task.fits(output, y)]
     names = [task.name for task in fitting]
     if "binary" in names and len(names) > 1:  # two outputs, or one label in a second dimension
@@ -305,7 +566,7 @@ def described(task: Task, output: Shape, y: Shape, named: bool) -> str:
         return "custom (the loss of the module)"
     probabilities = "; outputs are probabilities" * task.probabilities
     if named:
-        return f"{task.name} (named{probabilities})"
+        return f"{task} (named{probabilities})"
     kind = "floating" if task.real else "integer"
     shapes = f"outputs [{_shown(output)}] and {kind} labels [{_shown(y)}]"
     return f"{task.name} (inferred from {shapes}{probabilities})"

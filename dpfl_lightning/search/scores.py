@@ -12,7 +12,7 @@ from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.federated.client.metrics import METRICS
 from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER
-from dpfl_lightning.models.tasks import TASKS, Task
+from dpfl_lightning.models.tasks import Task
 from dpfl_lightning.search.options import AT_THE_END
 
 Measured = Mapping[str, float | None]  # name -> value on the records that score; None where they do not define it
@@ -73,14 +73,14 @@ def reported(scores: Sequence[str], options: Options) -> Options:
     missing = [name for name in scores if name in METRICS and name not in metrics]
     if not missing:
         return options
-    usual = metrics or TASKS[METRICS[missing[0]].tasks[0]].metrics
+    usual = metrics or METRICS[missing[0]].tasks[0].metrics
     every = tuple(dict.fromkeys([*usual, *missing]))
     return dataclasses.replace(options, evaluation=dataclasses.replace(options.evaluation, metrics=every))
 
 
 def check_scores(scores: Sequence[str], task: Task) -> None:
     """Raise UserError unless a model of the task has these scores."""
-    metrics = [name for name, metric in METRICS.items() if task.name in metric.tasks]
-    known = [*(["accuracy"] if task.right else []), "loss", *metrics, *AT_THE_END]
+    metrics = [name for name, metric in METRICS.items() if isinstance(task, metric.tasks)]
+    known = [*(["accuracy"] if task.has_accuracy else []), "loss", *metrics, *AT_THE_END]
     for name in scores:
         require(name in known, "sweep.scores", f"be scores of task {task.name} ({', '.join(known)})", name)

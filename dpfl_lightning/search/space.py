@@ -1,6 +1,7 @@
 """Search spaces: dotted keys of a configuration, and the values that each may take."""
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -165,7 +166,7 @@ def check_trials_with(options: Options, more: Mapping[str, Any], objective: str)
         other = (trial_data.class_path, trial_data.init_args) != (run_data.class_path, run_data.init_args)
         must = "name public data of your own with objective public, such as {data.init_args.df: public.csv}"
         require(trial_data.class_path is not None and other, "sweep.trials_with", must, inline(dict(more)), PAID_FOR)
-        shared = ", ".join(_files(trial_data.init_args) & _files(run_data.init_args))
+        shared = ", ".join(_shared(_places(trial_data.init_args), _places(run_data.init_args)))
         must = "replace each file of the run's data with objective public, such as {data.init_args.test: null}"
         require(not shared, "sweep.trials_with", must, shared, PAID_FOR)
         return
@@ -176,9 +177,29 @@ def check_trials_with(options: Options, more: Mapping[str, Any], objective: str)
         require(got == expected, key, must, inline(got), advice)
 
 
-def _files(arguments: Mapping[str, Any] | None) -> set[str]:
-    texts = [value for value in (arguments or {}).values() if isinstance(value, str)]
-    return {str(Path(text).resolve()) for text in texts if Path(text).is_file()}
+def _places(value: Any) -> set[Path]:
+    """Return the files and folders that are named in arguments, at any depth."""
+    if isinstance(value, str | os.PathLike):
+        return {Path(value).resolve()} if os.path.exists(value) else set()
+    parts: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        parts = (one for name, one in value.items() if name not in _OF_COLUMNS)
+    elif isinstance(value, list | tuple | set):
+        parts = value
+    return {place for part in parts for place in _places(part)}
+
+
+def _shared(places: set[Path], others: set[Path]) -> list[str]:
+    """Return which places are also others, or within them, or hold some of them."""
+    return sorted(
+        str(one)
+        for one in places
+        if any(one == other or one in other.parents or other in one.parents for other in others)
+    )
+
+
+#: arguments that name columns, which may be called like a folder
+_OF_COLUMNS = frozenset({"label", "client", "person", "features", "drop", "columns", "classes"})
 
 
 # ---- one key

@@ -328,7 +328,7 @@ def test_a_node_that_accepts_no_connection_is_late(tmp_path):
         stack.enter_context(connected(tmp_path / "s"))
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            SocketConnection(str(tmp_path / "s"), 0.2)(b"")
+            SocketConnection(str(tmp_path / "s"), 0.2)(b"", wire.Limits(0, 0))
         with pytest.raises(UserError, match="--socket"):
             Listener(None, tmp_path / "s", 1.0)
         assert time.monotonic() - began < 1.0

@@ -239,7 +239,8 @@ def test_the_server_says_which_questions_are_too_long_for_nodes(tmp_path):
     nodes = nodes_of(tmp_path, terms)
     clients = over(nodes, terms, configured(tmp_path / "run", strategies={"ifca": {}})).clients
     question = SelectModel(mechanism_of={0: ExponentialMechanism(0.06)}, models=torch.zeros(65, 650), loss_bound=2.0)
-    assert isinstance(clients._answer(0, Ask(1, question)), LostClients)
+    ((_, answer),) = clients.channel.send({0: Ask(1, question)}, {})
+    assert isinstance(answer, LostClients)
     assert not charges(nodes[0].state, terms)
 
 

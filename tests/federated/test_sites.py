@@ -24,8 +24,9 @@ from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.node.accept import accept, open_study
 from dpfl_lightning.sites.node.service import Node
 from dpfl_lightning.sites.server import flower
+from dpfl_lightning.sites.server.addresses import connection_to
 from dpfl_lightning.sites.server.channel import Sites
-from dpfl_lightning.sites.server.connections import SocketConnection
+from dpfl_lightning.sites.server.connections import Connection, SocketConnection
 from dpfl_lightning.sites.server.deploy import export, loop_over, planning_loop, terms_of
 from dpfl_lightning.sites.terms import read_site, read_terms
 from dpfl_lightning.sites.wire import digest
@@ -389,3 +390,43 @@ def test_the_sum_of_accepted_plans_stays_within_the_limit(tmp_path):
         accept(state, second)
     state.withdraw(digest(second))
     assert state.plans()[digest(second)].epsilon == 0, "it has released nothing"
+
+
+class Noting(Connection):
+    """Notes whether it is closed."""
+
+    def __init__(self, node):
+        self._node, self.closed = node, False
+
+    def __call__(self, request, most):
+        return self._node.handle(request)
+
+    def close(self):
+        self.closed = True
+
+
+def test_connections_are_closed_if_a_run_cannot_begin(tmp_path):
+    terms = planned(tmp_path)
+    nodes = nodes_of(tmp_path, terms)
+    noting = [Noting(nodes[0]), Noting(nodes[1]), Noting(nodes[1])]
+    with pytest.raises(UserError, match="two of client"):
+        loop_over(configured(tmp_path / "run"), Sites(terms, noting))
+    assert all(one.closed for one in noting)
+    noting = [Noting(node) for node in nodes]
+    with pytest.raises(UserError, match="`--config` must give the plan that the sites have accepted"):
+        loop_over(configured(tmp_path / "run", seed=5), Sites(terms, noting)).run()
+    assert all(one.closed for one in noting)
+
+
+@pytest.mark.parametrize(
+    ("address", "wait", "words"),
+    [
+        ("htp://berlin", 1.0, "`--nodes` must be one of unix, got 'htp'"),
+        ("socket", 0.0, "`--node_wait` must be a number of seconds above 0"),
+        ("socket", float("nan"), "`--node_wait` must be a number of seconds above 0"),
+    ],
+)
+def test_an_address_that_means_no_connection_is_one_clear_error(address, wait, words):
+    with pytest.raises(UserError, match=words):
+        connection_to(address, wait)
+    assert isinstance(connection_to("unix:///run/node", 1.0), SocketConnection)

@@ -30,7 +30,7 @@ from dpfl_lightning.federated.client.identity import module_digest
 from dpfl_lightning.federated.client.metrics import METRICS, Metrics
 from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER, ClientModels
 from dpfl_lightning.federated.messages.facts import Facts
-from dpfl_lightning.models.tasks import TASKS, ClassWeightedLoss, task_of
+from dpfl_lightning.models.tasks import TASKS, ClassWeightedLoss, build_task, task_of
 from dpfl_lightning.papers.distillation.distillation import Distillation
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.noise import Streams
@@ -101,11 +101,11 @@ def test_a_task_follows_from_shapes_and_dtype_or_must_be_named():
         UserError, match=r"`task` must be one of segmentation and language_modeling.*task: segmentation"
     ):
         task_of((5, 5), (5,), False, 5)
-    assert task_of((5, 5), (5,), False, 5, named="language_modeling").name == "language_modeling"
+    assert task_of((5, 5), (5,), False, 5, named=TASKS["language_modeling"]).name == "language_modeling"
     with pytest.raises(
         UserError, match=r"`task` must fit .* multilabel needs .*got 'outputs \[B, 3\] for integer labels"
     ):
-        task_of((3,), (), False, 3, named="multilabel")
+        task_of((3,), (), False, 3, named=TASKS["multilabel"])
     with pytest.raises(
         UserError, match=r"got outputs \[B, 5, 9\] for integer labels \[B\]. Known tasks: multiclass needs"
     ):
@@ -159,7 +159,7 @@ def test_masks_may_have_a_channel_and_be_of_any_type(dtype):
     people = Population.from_datasets([(x, mask)], num_classes=classes, held_out=0.5)
     module = ClientModule(nn.Conv2d(1, 1, 1), task="segmentation" if classes is None else None, metrics=["dice"])
     check_fits(module, people)
-    assert module.task is TASKS["segmentation"]
+    assert module.task == TASKS["segmentation"]
     losses = module.loss(x, people.y)
     expected = F.binary_cross_entropy_with_logits(x, mask.float(), reduction="none").flatten(1).mean(dim=1)
     torch.testing.assert_close(losses, expected)
@@ -242,7 +242,7 @@ def test_metrics_are_those_of_scikit_learn_in_one_batch_or_in_several():
 
 
 def test_the_metrics_of_which_smaller_values_are_better_are_those_of_torchmetrics():
-    created = {name: metric.create(metric.tasks[0], 3) for name, metric in METRICS.items()}
+    created = {name: metric.create(metric.tasks[0](), 3) for name, metric in METRICS.items()}
     assert {name for name, metric in created.items() if not metric.higher_is_better} == SMALLER_IS_BETTER - {"loss"}
 
 
@@ -271,7 +271,7 @@ def test_the_baseline_is_the_best_constant_prediction():
 def test_every_task_trains_and_reports(task, tmp_path):
     people = population(task)
     torch.manual_seed(0)
-    fitting = [name for name, metric in METRICS.items() if task in metric.tasks]
+    fitting = [name for name, metric in METRICS.items() if isinstance(TASKS[task], metric.tasks)]
     module = ClientModule(NETS[task](), metrics=fitting)
     loop = FederatedLoop(
         people,
@@ -526,7 +526,49 @@ def test_survival_is_learnt_from_two_columns_of_a_table(tmp_path):
     assert loop.clients.description == "fast (exact rules for all layers)"
     assert result.test_metrics["c_index"] > 0.6 and result.baseline["c_index"] == 0.5
     with pytest.raises(UserError, match=r"`task` must fit .* survival needs integer labels \[B, 2\], the interval"):
-        task_of((4,), (), False, 4, named="survival")
+        task_of((4,), (), False, 4, named=TASKS["survival"])
+
+
+def test_a_quantile_is_learnt_with_its_loss_baseline_and_coverage(tmp_path):
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(900, 2, generator=g)
+    y = x[:, 0] + torch.rand(900, generator=g)
+    people = Population.from_datasets([(x[:300], y[:300])] * 2, test=(x[600:], y[600:]), held_out=0.0)
+    module = ClientModule(nn.Linear(2, 1), task={"name": "quantile_regression", "quantile": 0.9})
+    privacy, clients = PrivacyOptions(epsilon=20.0, delta=1e-3), ClientOptions(batch_size=50, learning_rate=0.5)
+    loop = FederatedLoop(people, module, rounds=8, clients=clients, privacy=privacy, output_dir=tmp_path / "run")
+    result = loop.run()
+    assert loop.clients.description == "fast (exact rules for all layers)"
+    assert 0.8 < result.test_metrics["coverage"] < 0.99
+    constant = float(y[600:].quantile(0.9, interpolation="lower"))
+    above = y[600:] - constant
+    baseline = float(torch.maximum(0.9 * above, -0.1 * above).mean())
+    assert result.baseline["pinball"] == pytest.approx(baseline, abs=1e-5)
+    assert result.test_metrics["pinball"] < 0.6 * baseline
+    assert loop.module.task_note == "quantile_regression quantile 0.9 (named)"
+
+
+@pytest.mark.parametrize("quantile", [0.1, 0.5, 0.9])
+def test_the_pinball_loss_is_that_of_scikit_learn(quantile):
+    task, output = build_task({"name": "quantile_regression", "quantile": quantile}), torch.randn(30)
+    y = torch.randn(30, generator=torch.Generator().manual_seed(1))
+    losses = task.loss(output[:, None], y)
+    assert float(losses.mean()) == pytest.approx(sk.mean_pinball_loss(y, output, alpha=quantile), abs=1e-6)
+    metrics = Metrics(["pinball", "coverage", "mae"], task, 1)
+    for part in range(3):
+        metrics.update(output[10 * part :][:10, None], y[10 * part :][:10])
+    assert metrics.values()["pinball"] == pytest.approx(float(losses.mean()), abs=1e-6)
+    assert metrics.values()["coverage"] == pytest.approx(float((y <= output).double().mean()))
+
+
+def test_a_task_takes_its_own_options_only():
+    for given, words in (
+        ({"name": "quantile_regression", "quantile": 1.5}, r"`task.quantile` must be a number in \(0, 1\)"),
+        ({"name": "binary", "quantile": 0.5}, "`task.quantile` must be an option of binary"),
+        ({"quantile": 0.5}, "`task` must be one of multiclass"),
+    ):
+        with pytest.raises(UserError, match=words):
+            ClientModule(nn.Linear(4, 1), task=given)
 
 
 @pytest.mark.parametrize(

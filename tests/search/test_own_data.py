@@ -179,6 +179,13 @@ def test_a_public_table_is_searched_at_no_cost(place, capsys):
     [
         # other arguments of the same table, a copy of it, and the run's test set
         ("ill", PUBLIC_WITH("held_out", 0.3), [], ["must replace each file", "patients.csv"]),
+        (
+            "ill",
+            PUBLIC_WITH("df", {"file": "patients.csv", "read": {"sep": ","}}),
+            [],
+            ["must replace each", "patients"],
+        ),
+        ("ill", PUBLIC_WITH("df", {"one": "patients.csv", "two": "public.csv"}), [], ["must replace each", "patients"]),
         ("ill", PUBLIC_WITH("df", "copy.csv"), [], ["`sweep.trials_with` must name data", "300 records"]),
         ("ill", PUBLIC_WITH("df", "public.csv"), ["--data.init_args.test", "test.csv"], ["must replace", "test.csv"]),
         ("ill", {"scores": ["auroc", "auroc"]}, [], ["`sweep.scores` must be different scores, got '[auroc, auroc]'"]),

@@ -256,12 +256,9 @@ def _bin_of(query: ScoreCounts, client: int, module: ClientModule, x: Inputs, y:
     task = module.task or module.infer_task(output, y)
     shares = class_logits(task.as_logits(output), y).flatten(1).softmax(dim=1)
     labels = y.reshape(len(y)).long()
-    if task.name == "binary":
-        stated, kind = shares[:, 1], labels
-    else:
-        stated, kind = shares.amax(dim=1), (shares.argmax(dim=1) == labels).long()
+    stated, right = task.stated(shares, labels)
     edges = torch.tensor(query.edges, dtype=stated.dtype, device=stated.device)
-    place = kind * (len(edges) + 1) + (stated[:, None] >= edges).sum(dim=1)
+    place = right.long() * (len(edges) + 1) + (stated[:, None] >= edges).sum(dim=1)
     return (place[:, None] == torch.arange(query.length, device=place.device)).to(stated.dtype)
 
 

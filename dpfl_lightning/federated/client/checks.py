@@ -24,7 +24,7 @@ from dpfl_lightning.federated.client.metrics import Metrics, check_metrics, metr
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models import check_net
 from dpfl_lightning.models.model import taken_by
-from dpfl_lightning.models.tasks import CUSTOM, TASKS, Task, described, other_tasks
+from dpfl_lightning.models.tasks import CUSTOM, Task, described, other_tasks
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.operations import SMALL_CROWD, crowd_of, operations_of
 from dpfl_lightning.privacy.clipping.reference import evaluating, scoring
@@ -81,22 +81,22 @@ def check_fits(module: ClientModule, population: Population) -> None:
         with fixed_rng(module.device):
             output = module.output(module.named_trainable, x)
         task = module.infer_task(output, y, population.num_classes)
-        if task is TASKS["language_modeling"] and module.named_task is None and _shifts_labels(module, x, y):
-            task = TASKS["causal_lm"]
+        if task.shifted is not None and module.named_task is None and _shifts_labels(module, x, y):
+            task = task.shifted
         if _gives_probabilities(module, task, population):
             task = replace(task, probabilities=True)
         module.task = task
         if y.is_floating_point() and not task.real and task is not CUSTOM:
             y = (y > 0).to(y.dtype)
-        if not (y.is_floating_point() or task.name == "multilabel"):  # out of range if there are too few outputs
+        if not y.is_floating_point() and task.kind != "multilabel":  # out of range if there are too few outputs
             y = torch.full_like(y, population.num_classes - 1)
         losses = module.sample_loss(module.named_trainable, x, y)
         if losses.shape != (2,):
             raise ValueError(f"losses of shape {tuple(losses.shape)} for 2 records")
     shapes = tuple(output.shape[1:]), tuple(y.shape[1:])
     module.task_note = described(task, *shapes, module.named_task is not None)
-    if module.named_task is None and task is TASKS["causal_lm"]:
-        module.task_advice = "labels are the tokens of the record, and each output is compared with the next one"
+    if module.named_task is None and task.note:
+        module.task_advice = task.note
         if not module.users_loss:
             module.task_advice += ". If labels are shifted already, name task language_modeling"
     if isinstance(x, dict) and not module.users_loss and (left := x.keys() - {*taken_by(module.net, x)}) and len(x) > 1:
@@ -106,13 +106,11 @@ def check_fits(module: ClientModule, population: Population) -> None:
             f"task {task.name} is inferred from floating labels. Name it, or, for labels of 0 and 1, "
             f"{' or '.join(others)}: `task` in YAML, ClientModule(model, task=...) in Python"
         )
-    if task.name == "multiclass" and output.shape[1] > population.num_classes:
+    if task.surplus(shapes[0], population.num_classes):
         warn_user(f"the model gives {output.shape[1]} outputs for {population.num_classes} classes")
-    task.check(population.y)
-    if task.name == "survival":
-        _check_survival(population, output.shape[1])
+    _check_labels(task, population)
     check_metrics(module.metrics, task)
-    accuracy = () if task.right is None else ("accuracy",)
+    accuracy = ("accuracy",) if task.has_accuracy else ()
     module.scores = ("loss", *accuracy, *(module.metrics or task.metrics))
     module.further_scores = tuple(name for name in metrics_of(task) if name not in module.scores)
     _check_scores(module, task, x, output, y, population.num_classes)
@@ -148,24 +146,15 @@ def _check_first_pass(module: ClientModule, x: Inputs) -> None:
         )
 
 
-def _check_survival(population: Population, outputs: int) -> None:
-    """Refuse labels that are no (interval, event), and a model without one output for each interval.
+def _check_labels(task: Task, population: Population) -> None:
+    """Refuse labels that the task cannot have.
 
-    **Privacy** The error names the client whose record does not fit, and no value.
+    **Privacy** An error of one record names its client, and no value.
     """
-    intervals, names = population.num_classes, population.schema.get("label")
-    advice = "Change the model, or num_classes, which is the number of intervals."
-    require(outputs == intervals, "model", f"give {intervals} outputs, one for each interval", outputs, advice)
-    interval, event = population.y.unbind(dim=1)
-    columns = ["time", "event"] if names is None else list(map(str, names))
-    order = f"The order is label: [time, event], got {columns}." if names else "The order is [time, event]."
-    coded = f"Of events coded 1 and 2 write replace: {{{columns[1]}: {{1: 0, 2: 1}}}}."
-    wrong = (event != 0) & (event != 1)
-    _require_no(wrong, population, "have the event, 0 or 1, in the second column of task survival", f"{order} {coded}")
-    wrong = (interval < 0) | (interval >= intervals)
-    must = f"have an interval from 0 to {intervals - 1} in the first column of task survival"
-    advice = "None is ignored: leave out the record, or write the last interval in which it was seen, and event 0."
-    _require_no(wrong, population, must, advice)
+    task.check(population.y)
+    names = [str(one) for one in population.schema.get("label") or ()]
+    for wrong, must, advice in task.wrong_labels(population.y, population.num_classes, names):
+        _require_no(wrong, population, must, advice)
 
 
 def _require_no(wrong: Tensor, population: Population, must: str, advice: str) -> None:
@@ -313,9 +302,9 @@ def _gives_probabilities(module: ClientModule, task: Task, population: Populatio
     Raises UserError if a default loss, which takes logits, gets them for labels of 0 and 1. Warns if cross entropy of
     logits gets them.
     """
-    if module.probabilities is not None:
-        return module.probabilities
-    if task.name not in ("binary", "multilabel", "multiclass", "segmentation"):
+    if module.probabilities is not None or task.probabilities:
+        return task.probabilities or bool(module.probabilities)
+    if not task.kind:
         return False
     x, y = dummy_batch(population, records=8, device=module.device)
     outputs, losses, generator = [], [], torch.Generator().manual_seed(0)
@@ -335,7 +324,7 @@ def _gives_probabilities(module: ClientModule, task: Task, population: Populatio
     finite = finite[finite.isfinite().reshape(len(finite), -1).all(dim=1)]
     if not len(finite) or finite.min() < 0 or finite.max() > 1 or finite.min() == finite.max():
         return False
-    if not task.zero_or_one or (task.name == "binary" and finite.shape[1:] == (2,)):
+    if task.gives_each_class(tuple(finite.shape[1:])):
         sums = finite.sum(dim=1)
         probable = torch.allclose(sums, torch.ones_like(sums), atol=1e-3)
         if probable:

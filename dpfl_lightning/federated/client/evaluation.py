@@ -16,7 +16,7 @@ from dpfl_lightning.federated.client.metrics import Metrics, Tables, metrics_of
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score, mean_metrics
 from dpfl_lightning.models.model import forward_chunk
-from dpfl_lightning.models.tasks import CUSTOM, IGNORED, TASKS, Task
+from dpfl_lightning.models.tasks import CUSTOM, Task
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.reference import scoring
@@ -129,26 +129,10 @@ def _baseline(module: ClientModule, population: Population, every: Sequence[str]
 def of_constant(names: Sequence[str], task: Task, num_classes: int, y: Tensor) -> dict[str, float | None]:
     """Return accuracy and metrics of the best prediction that is the same for all records, on labels `y [n, ...]`.
 
-    It is their mean, or the share of each class, label or token. Calibration has no baseline.
+    See `Task.best_constant`. Calibration has no baseline.
     """
     task = dataclasses.replace(task, probabilities=False)
-    if task.name == "causal_lm":
-        task, y = TASKS["language_modeling"], y[:, 1:]
-    if task.real:
-        constant = y.double().mean(dim=0)
-    elif task.name == "survival":
-        at_risk = (y[:, :1] >= torch.arange(num_classes, device=y.device)).double().sum(dim=0)
-        events = y[y[:, 1] > 0, 0].bincount(minlength=num_classes).double()
-        constant = (events / at_risk.clamp(min=1)).logit(eps=1e-7)
-    elif task.zero_or_one:
-        constant = y.double().mean(dim=0).logit(eps=1e-7)
-    else:
-        counts = y[y != IGNORED].long().bincount(minlength=num_classes).double()
-        constant = (counts / counts.sum()).clamp(min=1e-30).log()
-        if task.name == "language_modeling":
-            constant = constant.expand(*y.shape[1:], -1)
-        else:
-            constant = constant.view(-1, *[1] * (y.dim() - 1)).expand(-1, *y.shape[1:])
+    constant = task.best_constant(y, num_classes)
     metrics = Metrics([name for name in names if name != "calibration_error"], task, num_classes)
     hits = y.new_zeros(2, dtype=torch.float64)
     for part in y.split(max(1, MOST_NUMBERS // max(1, constant.numel()))):

@@ -16,36 +16,47 @@ from torchmetrics.text import Perplexity
 from torchmetrics.utilities.data import dim_zero_cat
 
 from dpfl_lightning.errors import nearest, require
-from dpfl_lightning.models.tasks import IGNORED, Task, class_logits, expected_intervals
+from dpfl_lightning.models.tasks import (
+    IGNORED,
+    Binary,
+    LanguageModeling,
+    Multiclass,
+    Multilabel,
+    QuantileRegression,
+    Regression,
+    Segmentation,
+    Survival,
+    Task,
+    class_logits,
+    pinball,
+)
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 
 _ALONE: dict[str, Any] = {"sync_on_compute": False}  # only rank 0 evaluates
 _AT_ONCE = 256  # records that are compared with all
 _MOST_SHOWN, _BINS = 20, 10  # classes of a confusion table, and bins of a calibration curve
 _FILTERS = threading.Lock()  # those of warnings belong to the whole process, which may have several nodes
-_CLASSES = ("binary", "multiclass", "multilabel")
 
 
 class Metric(NamedTuple):
-    """The tasks that a metric fits, and what creates it for a task and K classes or labels."""
+    """The kinds of tasks that a metric fits, and what creates it for a task and K classes or labels."""
 
-    tasks: tuple[str, ...]
-    create: Callable[[str, int], TorchMetric]
+    tasks: tuple[type[Task], ...]
+    create: Callable[[Task, int], TorchMetric]
 
 
-def _of_classes(kind: Callable[..., Any], **options: Any) -> Callable[[str, int], TorchMetric]:
+def _of_classes(kind: Callable[..., Any], **options: Any) -> Callable[[Task, int], TorchMetric]:
     """Create a metric of torchmetrics for binary, multiclass or multilabel; the mean over classes, if it has several.
 
     Segmentation maps are classes of pixels.
     """
 
-    def create(task: str, num: int) -> TorchMetric:
-        if task == "binary":
-            return kind(task="binary", validate_args=False, **_ALONE)
-        several = {"num_labels": num} if task == "multilabel" else {"num_classes": num}
-        ignored = {"ignore_index": IGNORED} if task == "segmentation" else {}
-        task = "multiclass" if task == "segmentation" else task
-        return kind(task=task, **several, **ignored, **options, validate_args=False, **_ALONE)
+    def create(task: Task, num: int) -> TorchMetric:
+        if task.kind == "binary":
+            return kind(task=task.kind, validate_args=False, **_ALONE)
+        several = {"num_labels": num} if task.kind == "multilabel" else {"num_classes": num}
+        ignored = {"ignore_index": IGNORED} if task.ignores else {}
+        return kind(task=task.kind, **several, **ignored, **options, validate_args=False, **_ALONE)
 
     return create
 
@@ -81,6 +92,43 @@ class Concordance(TorchMetric):
         return right / pairs
 
 
+class MeanOverNumbers(TorchMetric):
+    """The mean of a function of predicted and true numbers, such as a loss."""
+
+    higher_is_better = False
+    total: Tensor
+    count: Tensor
+
+    def __init__(self, of: Callable[[Tensor, Tensor], Tensor], **options: Any) -> None:
+        super().__init__(**options)
+        self._of = of
+        self.add_state("total", torch.zeros((), dtype=torch.float64))
+        self.add_state("count", torch.zeros((), dtype=torch.float64))
+
+    def update(self, predicted: Tensor, true: Tensor) -> None:
+        """Take in numbers of one shape."""
+        self.total = self.total + self._of(predicted, true).double().sum()
+        self.count = self.count + true.numel()
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+class Coverage(MeanOverNumbers):
+    """The share of labels at or below the output, which is right if it is the quantile of the task."""
+
+    higher_is_better = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(lambda predicted, true: true <= predicted, **options)
+
+
+def _pinball(task: Task, num: int) -> TorchMetric:
+    assert isinstance(task, QuantileRegression)  # for mypy
+    return MeanOverNumbers(lambda predicted, true: pinball(predicted, true, task.quantile), **_ALONE)
+
+
+_CLASSES = (Binary, Multiclass, Multilabel)
 #: name -> metric
 METRICS: dict[str, Metric] = {
     "auroc": Metric(_CLASSES, _of_classes(classes.AUROC, average="none")),
@@ -88,17 +136,17 @@ METRICS: dict[str, Metric] = {
     "f1": Metric(_CLASSES, _of_classes(classes.F1Score, average="macro")),
     "precision": Metric(_CLASSES, _of_classes(classes.Precision, average="macro")),
     "recall": Metric(_CLASSES, _of_classes(classes.Recall, average="macro")),
-    "calibration_error": Metric(_CLASSES[:2], _of_classes(classes.CalibrationError)),
-    "mae": Metric(("regression",), lambda task, num: numbers.MeanAbsoluteError(**_ALONE)),
-    "mse": Metric(("regression",), lambda task, num: numbers.MeanSquaredError(**_ALONE)),
-    "rmse": Metric(("regression",), lambda task, num: numbers.MeanSquaredError(squared=False, **_ALONE)),
-    "r2": Metric(("regression",), lambda task, num: numbers.R2Score(**_ALONE)),
-    "iou": Metric(("segmentation",), _of_classes(classes.JaccardIndex, average="macro")),
-    "dice": Metric(("segmentation",), _of_classes(classes.F1Score, average="macro")),
-    "c_index": Metric(("survival",), lambda task, num: Concordance(**_ALONE)),
-    "perplexity": Metric(
-        ("language_modeling", "causal_lm"), lambda task, num: Perplexity(ignore_index=IGNORED, **_ALONE)
-    ),
+    "calibration_error": Metric((Binary, Multiclass), _of_classes(classes.CalibrationError)),
+    "mae": Metric((Regression,), lambda task, num: numbers.MeanAbsoluteError(**_ALONE)),
+    "mse": Metric((Regression,), lambda task, num: numbers.MeanSquaredError(**_ALONE)),
+    "rmse": Metric((Regression,), lambda task, num: numbers.MeanSquaredError(squared=False, **_ALONE)),
+    "pinball": Metric((QuantileRegression,), _pinball),
+    "coverage": Metric((QuantileRegression,), lambda task, num: Coverage(**_ALONE)),
+    "r2": Metric((Regression,), lambda task, num: numbers.R2Score(**_ALONE)),
+    "iou": Metric((Segmentation,), _of_classes(classes.JaccardIndex, average="macro")),
+    "dice": Metric((Segmentation,), _of_classes(classes.F1Score, average="macro")),
+    "c_index": Metric((Survival,), lambda task, num: Concordance(**_ALONE)),
+    "perplexity": Metric((LanguageModeling,), lambda task, num: Perplexity(ignore_index=IGNORED, **_ALONE)),
 }
 _OF_RANKS = ("auroc", "average_precision")  # need records with a class and records without it
 _NO_PAIR = "have no two of which it is known who had the event first"
@@ -111,7 +159,7 @@ _UNDEFINED = {
 
 def metrics_of(task: Task) -> tuple[str, ...]:
     """Return the names of the metrics that fit a task."""
-    return tuple(name for name, metric in METRICS.items() if task.name in metric.tasks)
+    return tuple(name for name, metric in METRICS.items() if isinstance(task, metric.tasks))
 
 
 def check_metrics(names: Sequence[str], task: Task) -> None:
@@ -136,12 +184,11 @@ class Metrics:
             return
         self._finite = self._finite and bool(output.isfinite().all())
         output, y = self._task.aligned(self._task.as_logits(output), y)
-        scores, targets = _inputs(self._task, output, y if self._task.real else y.long())
-        outputs = class_logits(output, y).shape[1] if self._task.name in ("multiclass", "segmentation") else 0
+        scores, targets = self._task.for_metrics(output, y if self._task.real else y.long())
         for name in self._names:
             if name not in self._metrics:
-                num = scores.shape[1] if self._task.name == "multilabel" else max(self._num_classes, outputs)
-                self._metrics[name] = METRICS[name].create(self._task.name, num).to(output.device)
+                num = self._task.num_for_metrics(output, y, self._num_classes)
+                self._metrics[name] = METRICS[name].create(self._task, num).to(output.device)
             self._metrics[name].update(scores, targets)
 
     def values(self) -> dict[str, float | None]:
@@ -163,7 +210,7 @@ class Tables:
 
     def __init__(self, task: Task, num_classes: int) -> None:
         self._task, self._classes = task, max(num_classes, 2)
-        self._shown = task.name in ("binary", "multiclass") and num_classes <= _MOST_SHOWN
+        self._shown = task.one_class and num_classes <= _MOST_SHOWN
         self._confusion = torch.zeros(self._classes**2, dtype=torch.long)
         self._bins = torch.zeros(3, _BINS, dtype=torch.float64)
 
@@ -177,11 +224,9 @@ class Tables:
         predicted = shares.argmax(dim=1)
         places = labels * self._classes + predicted.clamp(max=self._classes - 1)
         self._confusion += places.bincount(minlength=self._classes**2)
-        of_two = self._task.name == "binary"
-        stated = shares[:, 1] if of_two else shares.amax(dim=1)
-        right = (labels if of_two else predicted == labels).double()
+        stated, right = self._task.stated(shares, labels)
         places = (stated * _BINS).long().clamp(max=_BINS - 1)
-        self._bins.index_add_(1, places, torch.stack([torch.ones_like(stated), stated, right]))
+        self._bins.index_add_(1, places, torch.stack([torch.ones_like(stated), stated, right.double()]))
 
     def values(self) -> dict[str, tuple[tuple[float, ...], ...]]:
         """Return counts `confusion` [label][prediction], and for bins of ten percent that have records `calibration`.
@@ -195,24 +240,6 @@ class Tables:
         of_bins = zip(count.tolist(), *((one / count).tolist() for one in sums), strict=True)
         confusion = map(tuple, self._confusion.view(self._classes, self._classes).tolist())
         return {"confusion": tuple(confusion), "calibration": tuple(of_bins)}
-
-
-def _inputs(task: Task, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what the metrics of a task take: probabilities, predicted classes of pixels, logits of tokens, numbers."""
-    if task.name == "binary":
-        return class_logits(output, y).softmax(dim=1)[:, 1].flatten(), y.flatten()
-    if task.name == "multiclass":
-        return output.softmax(dim=1), y
-    if task.name == "multilabel":
-        return output.sigmoid(), y
-    if task.name == "segmentation":
-        return class_logits(output, y).argmax(dim=1).flatten(), y.flatten()
-    if task.name == "survival":
-        return expected_intervals(output), y
-    if task.name == "regression":
-        flat = y.reshape(len(y), -1)
-        return (output.reshape(flat.shape), flat) if flat.shape[1] > 1 else (output.flatten(), y.flatten())
-    return output, y
 
 
 def _value(name: str, metric: TorchMetric) -> float:

@@ -1,7 +1,7 @@
 """The private training step of a client as a LightningModule."""
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
 
@@ -127,7 +127,7 @@ class ClientModule(Model, L.LightningModule):
         optimizer: Callable[[list[Tensor]], Any] | None = None,
         personal: Sequence[str] = (),
         output: Callable[[Any], Tensor] | None = None,
-        task: str | None = None,
+        task: str | Mapping[str, Any] | None = None,
         metrics: Sequence[str] = (),
         probabilities: bool | None = None,
         fix: bool = False,

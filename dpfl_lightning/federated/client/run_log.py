@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import warn_user
@@ -23,13 +23,19 @@ from dpfl_lightning.privacy.ledger.file import Head, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, check_resumed
 
 
+class Closes(Protocol):
+    """A log, or a connection."""
+
+    def close(self) -> None: ...
+
+
 @contextmanager
-def closed_on_error(log: RunLog | Ledger) -> Iterator[None]:
-    """Close a log if an error is raised: another run may then write it, in this process, too."""
+def closed_on_error(one: Closes) -> Iterator[None]:
+    """Close it if an error is raised: another run may then use it, in this process, too."""
     try:
         yield
     except BaseException:
-        log.close()
+        one.close()
         raise
 
 

@@ -62,7 +62,7 @@ def mean_metrics(metrics: Iterable[Mapping[str, float | None]]) -> dict[str, flo
 
 
 #: scores of which a smaller value is better
-SMALLER_IS_BETTER = frozenset({"loss", "mae", "mse", "rmse", "perplexity", "calibration_error"})
+SMALLER_IS_BETTER = frozenset({"loss", "mae", "mse", "rmse", "perplexity", "calibration_error", "pinball"})
 
 #: what `privacy.diagnostics` shows, in the words of its `NonPrivateEvent`
 SHOWN = "diagnostics: clip fractions and counts of broken gradients were shown without noise"

@@ -181,14 +181,13 @@ class ScoreCounts(Query):
     Of two classes the kinds are the labels 0 and 1, and the probability is that of class 1; of several classes they are
     wrong and right predictions, and the probability is that of the predicted class. `edges` `[bins - 1]` are
     public and rising; a record counts in the bin with as many edges at or below its probability. `row_of` as in
-    `MeanLoss`. `algorithms.binned_scores` turns the counts into scores.
+    `MeanLoss`. Only of a task of one class for each record. `algorithms.binned_scores` turns the counts into scores.
 
     **Privacy** One step of the client's mechanism, of clip norm 1: a record adds 1 to one of the counts. The rows of a
     person, where these are protected, add 1 together.
     """
 
     of_held_out: ClassVar[bool] = True
-    tasks: ClassVar[tuple[str, ...]] = ("binary", "multiclass")  # for others the question has no meaning
     models: Tensor
     row_of: Mapping[int, int]
     edges: tuple[float, ...]

@@ -20,7 +20,6 @@ from dpfl_lightning.federated.client.holders import DataHolders
 from dpfl_lightning.federated.client.identity import module_digest
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.messages.facts import Facts
-from dpfl_lightning.federated.messages.query import ScoreCounts
 from dpfl_lightning.federated.transport.threads import Threads
 from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -79,8 +78,8 @@ class Offer(NamedTuple):
         seat = names, (self.client,), count
         clients = LocalClients(self.population, module, Threads(build_engine("fast")), self.options.privacy, *seat)
         counts = any(line.event.counts_held_out for line in plan.schedule.clients[self.client].planned)
-        task, must = module.task, f"count held-out records of a task {' or '.join(ScoreCounts.tasks)}"
-        known = task is not None and task.name in ScoreCounts.tasks
+        task, must = module.task, "count held-out records of a task with one class for each record"
+        known = task is not None and task.one_class
         require(known or not counts, "PLAN", must, task and task.name, "Refuse the plan.")
         module.check_optimizer(plan.rounds, [one.steps for one in plan.settings])
         must, digest = "train the model that this installation builds from it", module_digest(module)

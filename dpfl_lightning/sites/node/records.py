@@ -54,7 +54,7 @@ def settings_of(options: Options, name: str, client: str | None = None) -> Setti
 
 def _absolute(value: Any) -> Any:
     """Return a path of a file, or one with a slash, as it is from any folder in which the node is served."""
-    is_path = isinstance(value, str) and (Path(value).is_file() or (os.sep in value and Path(value).exists()))
+    is_path = isinstance(value, str) and (os.path.isfile(value) or (os.sep in value and os.path.exists(value)))
     return str(Path(value).absolute()) if is_path else value
 
 

@@ -271,7 +271,7 @@ class Study:
             edges = question.edges
             rising = all(one < other for one, other in itertools.pairwise((0.0, *edges, 1.0)))
             task = self.clients.module.task
-            if not rising or len(edges) > MOST_EDGES or task is None or task.name not in question.tasks:
+            if not rising or len(edges) > MOST_EDGES or task is None or not task.one_class:
                 raise NotPlanned("question")
         if isinstance(question, MeanLoss | ScoreCounts):
             row = question.row_of.get(client, -1)

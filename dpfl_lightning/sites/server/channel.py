@@ -24,7 +24,6 @@ from dpfl_lightning.sites.exchange import (
     Terms,
     ToNode,
     Welcome,
-    client_names,
     most_header,
     most_numbers,
 )
@@ -59,15 +58,24 @@ class SiteChannel:
 
     def __init__(self, sites: Sites, module: ClientModule) -> None:
         self._terms, self._module, self.plan = sites.terms, module, wire.digest(sites.terms)
-        self._names = client_names(sites.terms.sites)
+        self._names = [site.name for site in sites.terms.sites]
         self._keys = [site.public_key for site in sites.terms.sites]
         count, given = len(self._keys), sites.connections
         require(len(given) == count, "--nodes", f"be {count}, one for each client", len(given))
         self._connections = [one if isinstance(one, Connection) else OfFunction(one) for one in given]
         self._connection_of: dict[int, Connection] = {}
+        try:
+            self.welcomes = self._greeted()
+        except BaseException:
+            self.close()
+            raise
+
+    def _greeted(self) -> list[Answer]:
+        """Greet all nodes, note which connection is whose, and return what they said."""
+        count = len(self._keys)
         with ThreadPoolExecutor(count, "site") as pool:  # all at the same time
-            self.welcomes = list(pool.map(self._greet, self._connections, range(count)))
-        for connection, answer in zip(self._connections, self.welcomes, strict=True):
+            welcomes = list(pool.map(self._greet, self._connections, range(count)))
+        for connection, answer in zip(self._connections, welcomes, strict=True):
             name = self._names[answer.client]
             if not isinstance(answer.reply, Welcome):
                 means = REFUSALS.get(getattr(answer.reply, "code", ""), "it sent no welcome")
@@ -76,6 +84,7 @@ class SiteChannel:
             where = f", at {connection.where}" if connection.where else ""
             require(fits, "--nodes", "be of different clients of the plan", f"two of client {name}{where}")
             self._connection_of[answer.client] = connection
+        return welcomes
 
     def send(
         self, requests: Mapping[int, Request], known: Mapping[int, Head | None]
@@ -129,10 +138,10 @@ class SiteChannel:
         self, connection: Connection, request: bytes, whose: str, clients: Iterable[int], most: wire.Limits
     ) -> Answer:
         """Return the reply to a request, of at most this size, signed by the node of one of these clients."""
-        connection.most = signed.with_receipt(most)
         try:
             keys = {client: self._keys[client] for client in clients}
-            return signed.answer(connection(request), request, self.plan, keys, most)
+            reply = connection(request, signed.with_receipt(most))
+            return signed.answer(reply, request, self.plan, keys, most)
         except TimeoutError:
             raise LateClients(f"`--nodes` must answer within --node_wait, got nothing from {whose}.") from None
         except signed.Forged as forged:

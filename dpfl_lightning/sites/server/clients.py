@@ -116,15 +116,20 @@ class RemoteClients(RunLog):
         return ""
 
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
+        with closed_on_error(self.channel):
+            self._require_accepted(plan)
+            self.prepare(folder, plan)
+            self.open(plan, self.module, lambda key: (), saved, ended)
+        with closed_on_error(self):
+            self._compare_accounts(folder)
+
+    def _require_accepted(self, plan: RunPlan) -> None:
+        """Raise UserError unless the sites have accepted this plan."""
         caveats = tuple(words for words in plan.caveats if words != SIMULATED)
         asked = dataclasses.replace(plan, options=deciding_options(plan.options), caveats=caveats)
         must = "give the plan that the sites have accepted; export it again, and let them accept it, for another one"
         same = wire.encode(asked) == wire.encode(self.terms.plan)
         require(same, "--config", must, f"other {wire.different_fields(self.terms.plan, asked)}")
-        self.prepare(folder, plan)
-        self.open(plan, self.module, lambda key: (), saved, ended)
-        with closed_on_error(self):
-            self._compare_accounts(folder)
 
     def _compare_accounts(self, folder: Path) -> None:
         """Write down what the nodes say that they have paid for. See `_record`."""

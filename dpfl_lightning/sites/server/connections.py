@@ -1,29 +1,30 @@
-"""How bytes reach the node of a site and come back. A way is a class, registered with the scheme of its addresses."""
+"""How bytes reach the node of a site and come back. A way is a class; `addresses` registers it."""
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable
 
-from dpfl_lightning.errors import require_one_of
 from dpfl_lightning.sites import sockets, wire
 
 
 class Connection:
-    """Brings requests to one node, and replies back. Signatures and sizes are checked by those who use it.
+    """Brings requests to one node, and replies back. Replies are signed: whoever is in between can only withhold them.
+
+    Several connections are used at once, each by one thread at a time. A node answers at its socket after a time that
+    says nothing of records: another way to it forwards to this socket, and does not call `Node.handle` itself.
 
     Attributes:
         where: the node's address, for messages; empty if there is none.
-        most: the greatest size of the next reply.
     """
 
     where = ""
-    most = wire.Limits(0, 0)
 
-    def __call__(self, request: bytes) -> bytes | bytearray:
+    def __call__(self, request: bytes, most: wire.Limits) -> bytes | bytearray:
         """Return the reply to a request, which may be sent twice.
 
-        Raises TimeoutError if it is late, and another OSError if the node does not answer.
+        Raises WireError, before it is read, for a reply of more than `most`, TimeoutError if it is late, and another
+        OSError if the node does not answer.
         """
         raise NotImplementedError
 
@@ -37,7 +38,7 @@ class OfFunction(Connection):
     def __init__(self, handle: Callable[[bytes], bytes | bytearray]) -> None:
         self._handle = handle
 
-    def __call__(self, request: bytes) -> bytes | bytearray:
+    def __call__(self, request: bytes, most: wire.Limits) -> bytes | bytearray:
         return self._handle(request)
 
 
@@ -51,10 +52,10 @@ class SocketConnection(Connection):
         self.where, self.wait = where, wait
         self._connection: socket.socket | None = None
 
-    def __call__(self, request: bytes) -> bytes | bytearray:
+    def __call__(self, request: bytes, most: wire.Limits) -> bytes | bytearray:
         known = self._connection is not None
         try:
-            return self._exchange(request)
+            return self._exchange(request, most)
         except TimeoutError:
             self.close()
             raise
@@ -62,14 +63,14 @@ class SocketConnection(Connection):
             self.close()
             if not known:
                 raise
-        return self._exchange(request)  # the node may have restarted: it resends what it has released
+        return self._exchange(request, most)  # the node may have restarted: it resends what it has released
 
-    def _exchange(self, request: bytes) -> bytes | bytearray:
+    def _exchange(self, request: bytes, most: wire.Limits) -> bytes | bytearray:
         if self._connection is None:
             self._connection = sockets.connected(self.where, self.wait)
         self._connection.settimeout(self.wait)
         self._connection.sendall(request)
-        if (reply := sockets.receive(self._connection, self.most, self.wait)) is None:
+        if (reply := sockets.receive(self._connection, most, self.wait)) is None:
             raise ConnectionError("the node has closed the connection")
         return reply
 
@@ -77,16 +78,3 @@ class SocketConnection(Connection):
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-
-#: scheme of an address of `--nodes` -> its connection, given the address and `--node_wait`; a path has no scheme
-CONNECTIONS: dict[str, Callable[[str, float], Connection]] = {}
-
-
-def connection_to(address: str, wait: float) -> Connection:
-    """Return the connection to a node: the path of its socket, or `scheme://...` with a scheme of `CONNECTIONS`."""
-    scheme, separator, _ = address.partition("://")
-    if not separator:
-        return SocketConnection(address, wait)
-    require_one_of(CONNECTIONS, "--nodes", scheme)
-    return CONNECTIONS[scheme](address, wait)

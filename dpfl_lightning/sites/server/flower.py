@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol
 
 from dpfl_lightning.errors import require
+from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.server.connections import Connection
 
 POLL = 0.5  # seconds between two looks for replies
@@ -31,7 +32,7 @@ class GridConnection(Connection):
     def __init__(self, grid: Grid, supernode: int, wait: float, turn: threading.Lock) -> None:
         self.grid, self.supernode, self.wait, self._turn = grid, supernode, wait, turn
 
-    def __call__(self, request: bytes) -> bytes:
+    def __call__(self, request: bytes, most: wire.Limits | None = None) -> bytes:
         end = time.monotonic() + self.wait
         with self._turn:  # a grid is not made for threads
             (number,) = self.grid.push_messages([packed(request, self.supernode, self.wait)])

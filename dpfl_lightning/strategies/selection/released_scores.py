@@ -114,9 +114,10 @@ class ReleasedScores(Strategy):
     def _of_two(self, view: View) -> bool:
         """Return whether there are two classes. Raises UserError for a task that does not predict one class."""
         task, advice = view.module.task, "Its scores are counts of right predictions."
-        name = "another one" if task is None else task.name
-        require(name in ScoreCounts.tasks, "task", f"be binary or multiclass with {self.config_name}", name, advice)
-        return name == "binary"
+        one_class, got = task is not None and task.one_class, "another one" if task is None else task.name
+        require(one_class, "task", f"have one class for each record with {self.config_name}", got, advice)
+        assert task is not None  # for mypy
+        return task.zero_or_one
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         return self._read
