@@ -121,7 +121,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
         readable = not at_sites and os.access(RunFolder(run).checkpoint, os.R_OK)
         checkpoint = RunFolder(run).load_checkpoint(module.device, ClientFolder(run).seal) if readable else None
         if personal := checkpoint is not None:
-            state = engine.clients.state_dict() | {"personal": checkpoint["clients"]["personal"]}
+            state = engine.clients.state_dict() | {"kept": checkpoint["clients"]["kept"]}
             engine.clients.load_state_dict(state)
         else:
             kept = "the nodes of the sites" if at_sites else "checkpoint.pt of the run, which only the clients may read"

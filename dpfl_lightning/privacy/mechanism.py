@@ -92,11 +92,13 @@ class Mechanism:
         generator: RandomGenerator,
         dtype: torch.dtype = torch.float32,
         into: Tensor | None = None,
+        kept: dict[str, Tensor] | None = None,
     ) -> Tensor:
         """Return `(clipped_sum + noise) / expected_batch_size` in `dtype`, shape `[G, P]` kept.
 
         An empty batch is a zero sum and gets the same noise. Without noise the sum is only divided. A CPU may overwrite
-        `into`, of that shape and dtype and contiguous, and return it.
+        `into`, of that shape and dtype and contiguous, and return it. `kept` is what stays with the client between its
+        steps and rounds: a mechanism with state, such as correlated noise, reads and writes it there.
         """
         if self.noise_multiplier == 0:
             return (clipped_sum / self.expected_batch_size).to(dtype)

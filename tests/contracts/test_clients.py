@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import EVERY_ENGINE, PowerCut, private
+from conftest import EVERY_ENGINE, PowerCut, break_off, private
 
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions
@@ -18,7 +18,7 @@ from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.federated.transport.ranked import RankChannel
 from dpfl_lightning.papers.baselines.ifca import Ifca
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.privacy.mechanism import ExponentialMechanism
+from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Mechanism
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import ToNode
@@ -88,6 +88,66 @@ def test_a_client_alone_answers_as_among_others(way, make_loop):
     answer = clients.ask(ChargedQuery.of(question), 1)[1]
     alone, same = asked(make_loop(parts=[Ifca()], rounds=1))
     assert alone.client(1).handle(WAYS[way](Ask(1, same))) == answer
+
+
+@pytest.fixture
+def counting_steps(monkeypatch):
+    """A mechanism with state: noise grows with the steps that a client has taken before."""
+    really = Mechanism.privatise
+
+    def privatise(self, clipped_sum, generator, dtype=torch.float32, into=None, kept=None):
+        before = kept.get("steps", torch.zeros(1))
+        kept["steps"] = before + 1
+        return really(self, clipped_sum, generator, dtype, into) * (1 + before.to(dtype))
+
+    monkeypatch.setattr(Mechanism, "privatise", privatise)
+
+
+def kept_steps(loop):
+    return {client: int(kept["steps"]) for client, kept in sorted(loop.clients.held.kept.items())}
+
+
+@pytest.mark.usefixtures("counting_steps")
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("engine", EVERY_ENGINE)
+def test_what_a_mechanism_keeps_stays_with_the_client(engine, steps, make_loop):
+    """Between steps and rounds, in checkpoints, and for requests of one client alone."""
+    made = {"engine": ENGINES[engine](), "rounds": 3}
+    made |= {} if STEPS[steps] is None else {"clients": STEPS[steps]}
+    unbroken = make_loop(**made)
+    unbroken.run()
+    assert kept_steps(unbroken) == {client: 3 * row.steps for client, row in enumerate(unbroken.config.settings)}
+    broken = break_off(make_loop(**{**made, "engine": ENGINES[engine]()}), 3)
+    again = make_loop(**{**made, "engine": ENGINES[engine]()}, output_dir=broken.output_dir)
+    again.run(resume=True)
+    assert torch.equal(again.state.models, unbroken.state.models) and kept_steps(again) == kept_steps(unbroken)
+    clients, view, models = begun(make_loop(**{**made, "engine": ENGINES[engine]()}))
+    plan = view.plan()
+    for number, request in zip(plan.clients, train_requests(plan, models), strict=True):
+        clients.client(number).handle(request)
+    assert {client: int(kept["steps"]) for client, kept in clients.held.kept.items()} == {
+        client: row.steps for client, row in enumerate(unbroken.config.settings)
+    }
+    clients.close()
+
+
+@pytest.mark.usefixtures("counting_steps")
+def test_a_client_that_fails_keeps_what_it_had(make_loop, monkeypatch):
+    clients, view, models = begun(make_loop(rounds=2))
+    plan = view.plan()
+    one, request = clients.client(1), train_requests(plan, models)[1]
+    one.handle(request)
+    before = one.kept
+
+    def fails(*args, **options):
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(clients.engine), "change", fails)
+        with pytest.raises(OSError, match="disk"):
+            one.handle(request)
+    assert torch.equal(one.kept["steps"], before["steps"])
+    clients.close()
 
 
 def test_a_question_names_the_asked_client_alone(make_loop):

@@ -139,7 +139,8 @@ def test_everything_that_a_strategy_may_do_gives_the_same_bits_on_ranks(srun, tm
     assert not torch.equal(*protected), "each rank draws fresh noise"
     assert len(read_ledger(together / "protected" / "ledger.jsonl")) == 4 * 3
     assert set(ours["selection"]["callbacks"]["Selection 0"]["answers"]) == {0, 1, 2, 3}
-    assert set(ours["personal"]["clients"]["personal"]) == {0, 1, 2, 3}
+    kept = {client: [*names] for client, names in ours["personal"]["clients"]["kept"].items()}
+    assert kept == {client: ["personal"] for client in range(4)}
     expected = load_file(alone / "trained" / "model.safetensors")
     for rank in (0, 1):
         for ranks_model in torch.load(together / f"trained_{rank}.pt", weights_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -45,7 +45,7 @@ class HeldClients:
 
     Attributes:
         counts: what `COUNTED` names, of each client's gradients so far, `[n, 3]`; exact and private.
-        personal: number -> personal parameters `[p]`, which stay with the client.
+        kept: number -> what stays with the client between its releases, by name; see `Client.kept`.
     """
 
     def __init__(self, population: Population, numbers: Sequence[int] | None = None, count: int | None = None) -> None:
@@ -56,7 +56,7 @@ class HeldClients:
         self.trainer: Trainer  # given before the first request
         self.log: Log
         self.counts = torch.zeros(len(self.numbers), len(COUNTED), dtype=torch.long, device=population.y.device)
-        self.personal: dict[int, Tensor] = {}
+        self.kept: dict[int, dict[str, Tensor]] = {}
 
     def client(self, number: int) -> Client:
         return Client(number, Records(self.population, self.places[number]), self)
@@ -71,12 +71,12 @@ class HeldClients:
         return HeldClients(self.population.chosen(key), self.numbers, self.count)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"personal": dict(self.personal), "counts": self.counts.clone()}
+        return {"kept": dict(self.kept), "counts": self.counts.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.personal.clear()  # in place: copies of an engine share it
-        device = self.counts.device
-        self.personal.update({number: value.to(device) for number, value in state["personal"].items()})
+        self.kept.clear()  # in place: copies of an engine share it
+        for number, kept in state["kept"].items():
+            self.client(number).keep(kept)
         self.counts.copy_(state["counts"])
 
 
@@ -116,11 +116,14 @@ class Client:
         return released
 
     @property
-    def personal(self) -> Tensor | None:
-        """Its personal parameters `[p]`; None before it has trained."""
-        return self._held.personal.get(self.number)
+    def kept(self) -> dict[str, Tensor]:
+        """A copy of what stays with it between its releases, by name: personal parameters, what a mechanism keeps.
 
-    def keep(self, personal: Tensor | None) -> None:
-        """Keep these personal parameters, if there are any."""
-        if personal is not None:
-            self._held.personal[self.number] = personal.to(self._held.counts.device)
+        It is in the checkpoint, goes to the rank that computes for the client, and is never sent to the server.
+        """
+        return dict(self._held.kept.get(self.number, {}))
+
+    def keep(self, kept: Mapping[str, Tensor]) -> None:
+        """Keep this instead, once a release is made; what a failed or repeated computation has changed is lost."""
+        if kept:
+            self._held.kept[self.number] = {name: one.to(self._held.counts.device) for name, one in kept.items()}

@@ -43,7 +43,8 @@ class LocalTask:
 
     With an `anchor` `[P]` each step adds `pull * (parameters - anchor)`, which does not depend on data. With
     `optimizer` None the module configures it; its schedule follows `round` and `steps`, the local steps of a round.
-    `expected` is the public number of records that decides the size of passes (None: very many).
+    `expected` is the public number of records that decides the size of passes (None: very many). `kept` is what stays
+    with the client between its releases, which a mechanism may change.
     """
 
     clipped_sum: ClippedSum
@@ -57,6 +58,7 @@ class LocalTask:
     round: int = 1
     steps: int = 1
     expected: float | None = None
+    kept: dict[str, Tensor] = field(default_factory=dict)
 
     def sum_of(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest | None = None) -> Tensor:
         """The sum of the clipped gradients of `x [B, *X]`, `y [B]`, `[1, P]`, or what `request` asks for."""
@@ -73,7 +75,7 @@ class LocalTask:
 
         **Privacy** One step of the mechanism; for the counts see `ClassGradients.counts`.
         """
-        noised = self.mechanism.privatise(sums, self.noise, dtype)
+        noised = self.mechanism.privatise(sums, self.noise, dtype, kept=self.kept)
         if not job.counts:
             return noised
         numbers = torch.stack([one.bincount(minlength=job.num_classes) for one in (drawn, labels)], dim=1)
@@ -90,7 +92,7 @@ def dp_step(
 
     **Privacy** One step of the task's mechanism, also for an empty batch.
     """
-    gradient = task.mechanism.privatise(clipped, task.noise, theta.dtype, into)[0]
+    gradient = task.mechanism.privatise(clipped, task.noise, theta.dtype, into, task.kept)[0]
     if task.anchor is not None:
         gradient.add_(theta - task.anchor, alpha=task.pull)
     return move(gradient)

@@ -46,11 +46,11 @@ def spread(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank computes of a round: requests, an empty inbox for their replies, and personal parameters."""
+    """What a rank computes of a round: requests, an empty inbox for their replies, and what stays with the clients."""
 
     requests: list[Charged]
     inbox: Inbox
-    personal: dict[int, Tensor]
+    kept: dict[int, dict[str, Tensor]]
 
 
 class RankChannel:
@@ -62,8 +62,8 @@ class RankChannel:
     `OMP_NUM_THREADS` is equal.)
 
     **Privacy** Records stay on their rank. What crosses: the key of a simulation (otherwise each rank draws fresh
-    noise), which rows of persons are used, start models, released updates, noisy answers, personal parameters, counts
-    of gradients, outputs of evaluation.
+    noise), which rows of persons are used, start models, released updates, noisy answers, what stays with clients,
+    counts of gradients, outputs of evaluation.
     """
 
     def __init__(self, engine: Engine, ranks: Ranks) -> None:
@@ -104,20 +104,20 @@ class RankChannel:
         batches = self.engine.batches(requests)  # splitting a batch would change bits
         costs = [sum(map(self._cost, (requests[place] for place in places))) for places in batches]
         shares = [
-            self._share([requests[place] for batch in assigned for place in batches[batch]], inbox, state["personal"])
+            self._share([requests[place] for batch in assigned for place in batches[batch]], inbox, state["kept"])
             for assigned in spread(costs, self.ranks.size)
         ]
         for part, theirs in self._on_all("_send", shares):
             inbox.merge(part)
-            state["personal"].update(theirs["personal"])
+            state["kept"].update(theirs["kept"])
             state["counts"] += theirs["counts"]
         self._clients.load_state_dict(state)
 
-    def _share(self, requests: list[Charged], inbox: Inbox, personal: dict[int, Tensor]) -> Share | None:
+    def _share(self, requests: list[Charged], inbox: Inbox, kept: dict[int, dict[str, Tensor]]) -> Share | None:
         if not requests:
             return None
         clients = [charged.client for charged in requests]
-        return Share(requests, inbox.part(clients), {one: personal[one] for one in clients if one in personal})
+        return Share(requests, inbox.part(clients), {one: kept[one] for one in clients if one in kept})
 
     def _cost(self, charged: Charged) -> float:
         if isinstance(request := charged.request, Train):
@@ -188,9 +188,9 @@ class RankChannel:
         return self._here.workers, equal_ranks(self.engine, self._module)
 
     def _send(self, share: Share) -> tuple[Inbox, dict[str, Any]]:
-        """Compute this rank's share; return the inbox, with personal parameters and counts of this round."""
+        """Compute this rank's share; return the inbox, what stays with the clients, and counts of this round."""
         counts = torch.zeros_like(self._clients.counts)
-        self._clients.load_state_dict({"personal": share.personal, "counts": counts})
+        self._clients.load_state_dict({"kept": share.kept, "counts": counts})
         self._here.send(share.requests, share.inbox)
         if self.ranks.rank > 0:
             share.inbox.failed = {one: self.ranks.portable(error) for one, error in share.inbox.failed.items()}

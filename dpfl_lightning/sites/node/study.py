@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,10 @@ class UnfitModel(NotPlanned):
 
 @dataclass(frozen=True)
 class Kept:
-    """A release on disk, with the personal parameters `[p]` that the client has since then."""
+    """A release on disk, and what stays with the client since then; see `Client.kept`."""
 
     value: Tensor | int | float
-    personal: Tensor | None
+    kept: Mapping[str, Tensor]
 
 
 wire.register(Kept)
@@ -113,7 +114,7 @@ class Study:
         clients.begin(folder, plan, saved, ended=False)
         self.client = clients.client(client)
         if files := kept_releases(folder):
-            self.client.keep(wire.decode(Kept, files[-1].read_bytes()).personal)
+            self.client.keep(wire.decode(Kept, files[-1].read_bytes()).kept)
 
     def welcome(self) -> Welcome:
         """Return all that the client has paid for."""
@@ -293,7 +294,7 @@ class Study:
     def _keep(self, round: int, key: str, value: Any) -> None:
         files = kept_releases(self._folder)
         number = int(files[-1].name.partition("-")[0]) + 1 if files else 0
-        content = wire.encode(Kept(value, self.client.personal))
+        content = wire.encode(Kept(value, self.client.kept))
         name = f"{number:010d}-{round}-{key}.bin"
         write_atomically(self._releases / name, lambda partial: partial.write_bytes(content), private=True)
         for file in files:

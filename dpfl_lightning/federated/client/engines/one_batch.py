@@ -95,6 +95,8 @@ def of_a_batch(engine: SerialEngine, batch: Sequence[Charged]) -> list[Tensor]:
             dp_step(task, clipped, start, functools.partial(Tensor.mul_, other=-task.learning_rate))
             for task, start, clipped, _, _ in parts
         ]
+    for client, task in zip(clients, tasks, strict=True):
+        client.keep(task.kept)
     counts = count_outcomes(norms, clip_norm)
     of_client = counts.new_zeros(len(clients), counts.shape[1]).index_add_(0, owner, counts)
     engine.clients.count_gradients(clients, of_client)

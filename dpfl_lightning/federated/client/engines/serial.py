@@ -28,6 +28,8 @@ from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.runtime.devices import sent, use_exact_products
 
+PERSONAL = "personal"  # name of the personal parameters in `Client.kept`
+
 
 class SerialEngine:
     """Trains clients one after the other by `ClientModule.training_step`. Tests hold other engines to its results."""
@@ -98,7 +100,7 @@ class SerialEngine:
         return self.module.flat
 
     def personalised(self, model: Tensor, client: int) -> Tensor:
-        if (personal := self.clients.personal.get(client)) is None:
+        if (personal := self.clients.client(client).kept.get(PERSONAL)) is None:
             return model
         personalised = model.clone()
         personalised[self._mask] = personal
@@ -121,10 +123,11 @@ class SerialEngine:
         else:
             with tensors_restored(self.module.net):
                 end = self.local_training(task, start, batches)
-            released = self.change(client, start, end)
+            released = self.change(task, start, end)
         if task.norms:
             outcomes = count_outcomes(torch.cat(task.norms), request.sampler().clip_norm)
             self.clients.count_gradients([client], outcomes.sum(dim=0, keepdim=True))
+        client.keep(task.kept)
         return released
 
     def local_task(self, client: Client, request: Train, charge_number: int) -> tuple[LocalTask, Tensor, DrawnBatches]:
@@ -145,6 +148,7 @@ class SerialEngine:
             round=request.round,
             steps=request.steps,
             expected=None if shared else request.expected_records,
+            kept=client.kept,
         )
         return task, start, DrawnBatches(records, draws)
 
@@ -152,11 +156,11 @@ class SerialEngine:
         """Whether the client may share a batch with others."""
         return may_share(self.module, request.mechanism, request.steps, request.optimizer)
 
-    def change(self, client: Client, start: Tensor, end: Tensor) -> Tensor:
-        """`end - start` `[P]`, with zeros for personal parameters, whose new values stay with the client."""
+    def change(self, task: LocalTask, start: Tensor, end: Tensor) -> Tensor:
+        """`end - start` `[P]`, with zeros for personal parameters, whose new values `[p]` stay with the client."""
         delta = end - start
         if self.module.personal:
-            client.keep(end[self._mask].clone())
+            task.kept[PERSONAL] = end[self._mask].clone()
             delta[self._mask] = 0.0
         return delta
 
