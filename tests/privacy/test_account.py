@@ -31,7 +31,7 @@ from dpfl_lightning.privacy.compose import ANYBODY, Keys, Limit, Line, compose, 
 from dpfl_lightning.privacy.ledger.account import NAMELESS
 from dpfl_lightning.privacy.ledger.account_file import RunRecord
 from dpfl_lightning.privacy.ledger.evidence import Evidence, View
-from dpfl_lightning.privacy.ledger.file import Charge, Header, read_head, read_header
+from dpfl_lightning.privacy.ledger.file import Charge, Header, chain_of, read_head, read_header, sealed
 from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
 from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
@@ -111,6 +111,21 @@ def test_runs_with_other_settings_seeds_and_clients_are_composed_by_name(runs, t
     assert any("account null" in gap for gap in last.guarantee.not_covered)
     shutil.rmtree(tmp_path / "run0")
     assert OperatedAccount(runs.account.path).holders() == runs.account.holders(), "a deleted folder changes nothing"
+
+
+def test_an_account_of_a_newer_version_is_one_clear_error(runs, account):
+    """It has an event that this version does not know."""
+    runs.run(hospitals("bergen"))
+    lines = account.path.read_bytes().splitlines(keepends=True)
+    last = json.loads(next(one for one in reversed(lines) if b'"charged"' in one))
+    del last["chain"]
+    for fields in last["lines"]:
+        fields["event"]["kind"] = "of_tomorrow"
+    account.path.write_bytes(b"".join([*lines, sealed(json.dumps(last).encode()[:-1], chain_of(lines[-1]))]))
+    with pytest.raises(
+        UserError, match=r"must hold lines that this version knows, in line \d+.*of_tomorrow.*DPFL_ACCOUNT"
+    ):
+        runs.run(hospitals("bergen"), "run1")
 
 
 def test_a_copy_of_a_run_and_a_killed_run_count_each_charge(runs, tmp_path):

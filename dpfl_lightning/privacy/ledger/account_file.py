@@ -30,6 +30,7 @@ from dpfl_lightning.runtime.strict_json import parsed
 VERSION = 3
 PLACE = "DPFL_ACCOUNT"  # variable of the environment with the path of the user's file
 _PLAIN = ("run", "ledger", "adjacency", "sampling", "accountant", "whole")  # fields of a record
+_NEWER = "Use the version of this package that wrote it, or another account (DPFL_ACCOUNT)."
 _WAY_OUT = (
     "Restore the newest copy; or go on with what it holds: `dpfl account accept`, then `dpfl account add RUN ...`."
 )
@@ -136,7 +137,10 @@ class AccountFile:
                 begin = f"`dpfl account add RUN ...{self._in_commands()}`"
                 advice = f"Restore a copy, or move it away and begin a new account with {begin}."
                 raise UserError(f"`{self.path}` must be unchanged, got {got}. {advice}")
-            self._take(line)
+            with expecting(
+                self.path, f"hold lines that this version knows, in line {len(self._chains) + 1}, too", _NEWER
+            ):
+                self._take(line)
         if accept or not self.state_file.is_file():
             return
         advice = f"Accept the account as it is: `dpfl account accept{self._in_commands()}`."
