@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._device import DeviceContext
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
@@ -324,6 +325,98 @@ class Negating(torch.overrides.TorchFunctionMode):
         return made
 
 
+def of_a_file(name):
+    """`mixing`, as a file of this name has it."""
+    return type(mixing)(mixing.__code__, {**mixing.__globals__, "__name__": name}, "add")
+
+
+class FileNamedLikeTorch(Ordinary):
+    def changed(self, h, x):
+        return torch.overrides.handle_torch_function(of_a_file("torch_models"), (h,), h)
+
+
+unwrapped = torch.overrides.wrap_torch_function(lambda h: (h,))(mixing)
+del unwrapped.__wrapped__
+unwrapped.__name__ = "add"
+
+
+class Unwrapped(Ordinary):
+    def changed(self, h, x):
+        return unwrapped(h)
+
+
+class OwnOperator(torch._ops.HigherOrderOperator):
+    def __init__(self):
+        super().__init__("add")
+
+    def __call__(self, h):
+        return mixing(h)
+
+
+OWN_OPERATOR = OwnOperator()
+
+
+class OfAnOwnOperator(Ordinary):
+    def changed(self, h, x):
+        return torch.overrides.handle_torch_function(OWN_OPERATOR, (h,), h)
+
+
+class EqualsOverload(type):
+    def __eq__(cls, other):
+        return other is torch._ops.OpOverload or cls is other
+
+    def __hash__(cls):
+        return hash(torch._ops.OpOverload)
+
+
+class LikeAnOverload(metaclass=EqualsOverload):
+    __name__ = "add"
+
+    def __call__(self, h):
+        return mixing(h)
+
+
+class OfAnOverload(Ordinary):
+    def changed(self, h, x):
+        return torch.overrides.handle_torch_function(LikeAnOverload(), (h,), h)
+
+
+CPU = torch.device("cpu")
+
+
+class Lowest(DeviceContext):
+    """It goes below all other modes."""
+
+    def __init__(self):
+        self.device, self.prev_mode = CPU, None
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        return mixing(made) if func.__name__ == "mish" else made
+
+
+class BelowTheWatch(Ordinary):
+    def changed(self, h, x):
+        with Lowest():
+            return F.mish(h)
+
+
+class MethodOfATensor(Ordinary):
+    def changed(self, h, x):
+        asked, other = [], h.detach() * 1
+        other.size = lambda *_: (asked.append(mixing(h)), torch.Size([1, 8]))[1]
+        F.mse_loss(h, other)
+        return asked[0] if asked else h
+
+
+class WithinADevice(Ordinary):
+    """What torch itself puts below other modes."""
+
+    def changed(self, h, x):
+        with CPU:
+            return h + torch.ones(8)
+
+
 class CalledBoxed(Ordinary):
     def changed(self, h, x):
         asked = torch._C._dispatch_call_boxed(ATEN._is_all_true.default._handle, h.detach() < 500)
@@ -372,7 +465,8 @@ def opened(net: nn.Module) -> dict[str, torch.Tensor]:
             FilledByName,
         ),
         *(DataSet, OwnGenerator, Negated, NegatedData, Tried, ChangedInputs, Packed, HeldClass),
-        *(OfClassWithCode, BehindAMetaclass, BehindAClass, CalledBoxed),
+        *(OfClassWithCode, BehindAMetaclass, BehindAClass, CalledBoxed, FileNamedLikeTorch, Unwrapped, OfAnOwnOperator),
+        *(OfAnOverload, BelowTheWatch, MethodOfATensor, WithinADevice),
         *(pytest.param(further(what), id=what) for what in FURTHER),
     ],
     ids=lambda kind: kind.__name__,

@@ -597,6 +597,88 @@ class InError(Keeping):
         self.error.args = (float(hidden.sum()),)
 
 
+class Box:
+    last = 0.0
+
+
+class InBoxOfALayer(Keeping):
+    def __init__(self):
+        super().__init__()
+        self.head.box = Box()
+
+    def kept(self):
+        return self.head.box.last
+
+    def keep(self, hidden):
+        self.head.box.last = float(hidden.sum())
+
+
+class InSlotOfAModule(Keeping):
+    __slots__ = ("slot",)
+
+    def kept(self):
+        return getattr(self, "slot", None)
+
+    def keep(self, hidden):
+        InSlotOfAModule.slot.__set__(self, float(hidden.sum()))
+
+
+class SlottedList(list):
+    __slots__ = ("last",)
+
+
+class InSlotOfAList(Keeping):
+    def __init__(self):
+        super().__init__()
+        self.values = SlottedList([1.0])
+
+    def kept(self):
+        return getattr(self.values, "last", None)
+
+    def keep(self, hidden):
+        self.values.last = float(hidden.sum())
+
+
+class ListWithClass(list):
+    last = 0.0
+
+
+class InClassOfAList(Keeping):
+    def __init__(self):
+        super().__init__()
+        self.values = ListWithClass([1.0])
+
+    def kept(self):
+        return type(self.values).last
+
+    def keep(self, hidden):
+        type(self.values).last = float(hidden.sum())
+
+
+class InAnnotations(Keeping):
+    def __init__(self):
+        super().__init__()
+        self.function = lambda: None
+
+    def kept(self):
+        return self.function.__annotations__.get("last")
+
+    def keep(self, hidden):
+        self.function.__annotations__["last"] = float(hidden.sum())
+
+
+class InMask(Keeping):
+    def __init__(self):
+        super().__init__()
+        self.masked = np.ma.array([1.0, 2.0], mask=[False, False], fill_value=2.0)
+
+    def kept(self):
+        return float(np.ma.getmaskarray(self.masked)[1])
+
+    def keep(self, hidden):
+        self.masked.mask[1] = True
+
+
 class InInnerGenerator(Ordinary):
     def __init__(self):
         super().__init__()
@@ -639,7 +721,7 @@ class InMetaclass(Keeping):
 
 
 REMEMBERING += [InOrder, InPrivateSlot, InKey, OnANumber, InSeedSequence, InFlags, InError, InInnerGenerator]
-REMEMBERING += [InMetaclass]
+REMEMBERING += [InMetaclass, InBoxOfALayer, InSlotOfAModule, InSlotOfAList, InClassOfAList, InAnnotations, InMask]
 
 
 RESTORED = [InAttribute, OnLayer, InBuffer, InInput]  # by the loop, after every record
@@ -653,7 +735,7 @@ def test_what_begins_to_keep_something_with_the_weights_of_a_server_is_refused(k
     InDefault.memory.__defaults__[0][0] = None
     monkeypatch.delenv("LAST", raising=False)
     NUMBERS.clear()
-    Counting.last = 0.0
+    Counting.last = ListWithClass.last = 0.0
     if by_loop:
         monkeypatch.setattr("dpfl_lightning.privacy.clipping.checked._MOST_BY_VMAP", 0)
     if by_loop and kind in RESTORED:

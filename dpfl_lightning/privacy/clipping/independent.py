@@ -104,8 +104,9 @@ _ATTRIBUTES = _names(
 _SET = frozenset({"grad", "imag", "real", "requires_grad"})
 #: types of arguments that hold no code
 _PLAIN = (
-    *(bool, int, float, complex, str, range, type(None), type(...), *np.sctypeDict.values()),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    *(bool, int, float, complex, str, range, type(None), type(...)),
+    *(one for one in np.sctypeDict.values() if not issubclass(one, np.void | np.object_)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _NUMBERS = (bool, int, float, complex)
 _KINDS_OF_TENSORS = tuple(
@@ -114,7 +115,8 @@ _KINDS_OF_TENSORS = tuple(
 _RETURNED = tuple(one for one in vars(torch.return_types).values() if isinstance(one, type) and issubclass(one, tuple))
 #: types of tensors whose operators run no code of a user
 TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-_PLAIN_IDS = frozenset(map(id, (*_PLAIN, *TENSORS)))  # a metaclass may say that a class equals another
+_TENSOR_IDS, _OF_TENSORS = frozenset(map(id, TENSORS)), frozenset(dir(torch.Tensor))
+_PLAIN_IDS = frozenset(map(id, _PLAIN))  # a metaclass may say that a class equals another
 
 
 def keeps_records_apart(func: Any, name: str) -> bool:
@@ -135,13 +137,17 @@ def not_plain(values: Iterable[Any]) -> Any:
     """Return the first argument that could run a user's code within an operator, None if there is none."""
     for value in values:
         kind = type(value)
+        if id(kind) in _TENSOR_IDS:
+            if vars(value).keys() & _OF_TENSORS:  # a function in place of a method
+                return value
+            continue
         if id(kind) in _PLAIN_IDS or any(value is one for one in _NUMBERS):
             continue
-        if kind is np.ndarray and value.dtype != object:
+        if kind is np.ndarray and not value.dtype.hasobject:
             continue
         if any(value is one for one in _KINDS_OF_TENSORS):
             continue
-        if kind is tuple or kind is list or any(kind is one for one in _RETURNED):
+        if kind is tuple or kind is list or kind is torch.Size or any(kind is one for one in _RETURNED):
             found = not_plain(value)
         elif kind is dict:
             found = not_plain((*value, *value.values()))

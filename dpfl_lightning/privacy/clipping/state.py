@@ -298,6 +298,10 @@ class Kept:
                 found[getattr(part, "__name__", type(part).__name__)] = _content(part, seen)
                 continue
             prefix = f"{name}." if name else ""
+            if slots := _slots(type(part)):
+                read = functools.partial(_values_of, part, slots)
+                seen.parts((id(part), "slots"), read)
+                found[f"{prefix}slots"] = [(slot, _content(one, seen)) for slot, one in zip(slots, read(), strict=True)]
             found[f"{prefix}names"] = (*part._parameters, None, *part._buffers, None, *part._modules)
             for key, one in (*part._parameters.items(), *part._buffers.items()):
                 if one is not None:
@@ -308,7 +312,7 @@ class Kept:
             found |= {f"{prefix}{key}": _content(one, seen) for key, one in part._buffers.items() if one is not None}
             if type(part).__module__.startswith("torch.nn.modules."):
                 found[f"{prefix}attributes"] = [
-                    (key, _content(one, seen) if isinstance(one, _COLLECTIONS) and key not in _OF_TORCH else one)
+                    (key, one if key in _OF_TORCH or isinstance(one, Tensor | nn.Module) else _content(one, seen))
                     for key, one in vars(part).items()
                     if not (isinstance(part, nn.RNNBase) and key in _MADE_ANEW) and not key.endswith("_hooks")
                 ]
@@ -347,6 +351,10 @@ def _alike(before: object, after: object) -> bool:
     )
 
 
+def _values_of(value: object, names: Sequence[str]) -> list[object]:
+    return [getattr(value, name, None) for name in names]
+
+
 def _attributes(part: nn.Module) -> list[object]:
     """Return the names and attributes of a module, but for what a layer makes anew in each pass."""
     attributes = vars(part)
@@ -370,7 +378,7 @@ def _content(value: Any, seen: Walk) -> object:
         return seen.number(id(value), functools.partial(_content_of_state, state, value, Walk(seen)))
     if isinstance(value, np.ndarray) and value.dtype != object:
         seen.kept.append(value)
-        return seen.number(id(value), functools.partial(_of_array, value))
+        return seen.number(id(value), functools.partial(_of_array, value)), _of_subclass(value, seen)
     if isinstance(value, bytearray):
         seen.kept.append(value)
         return seen.number(id(value), lambda: repr(value))
@@ -413,11 +421,13 @@ def _content(value: Any, seen: Walk) -> object:
     parts = {name: _content(getattr(value, name, None), seen) for name in held}
     if isinstance(value, FunctionType):
         parts |= {f"its {name}": repr(getattr(value, name)) for name in _NAMED} | _referred(value, seen)
+        parts["its code"] = id(value.__code__)
     return type(value), tuple(parts.items()), _content(_of_class(type(value), seen), seen)
 
 
 def _of_array(value: np.ndarray[Any, Any]) -> object:
-    return value.dtype, value.shape, value.flags.writeable, hash(value.tobytes())
+    mask = np.ma.getmaskarray(value).tobytes() if isinstance(value, np.ma.MaskedArray) else b""
+    return value.dtype, value.shape, value.flags.writeable, hash(np.asarray(value).tobytes()), hash(mask)
 
 
 def _key(key: Any, seen: Walk) -> object:
@@ -426,11 +436,24 @@ def _key(key: Any, seen: Walk) -> object:
 
 
 def _of_subclass(value: Any, seen: Walk) -> object:
-    """Return the attributes of a collection, which instances of a subclass have."""
-    own = getattr(value, "__dict__", None)
-    return _content(own, seen) if type(own) is dict else None
+    """Return what an instance of a subclass has beside what its class of Python, or of a library, has."""
+    kind = type(value)
+    if id(kind) in _BUILT_IN:
+        return None
+    own, slots = getattr(value, "__dict__", None), _slots(kind)
+    if slots:
+        of_value, none = itertools.repeat(value), itertools.repeat(None)
+        seen.parts((id(value), "slots"), lambda: map(getattr, of_value, slots, none))
+    return (
+        _content(own, seen) if type(own) is dict else None,
+        tuple((name, _content(getattr(value, name, None), seen)) for name in slots),
+        _content(_of_class(kind, seen), seen),
+    )
 
 
+_BUILT_IN = frozenset(
+    map(id, (dict, list, tuple, set, frozenset, str, bytes, int, float, complex, bool, deque, OrderedDict))
+)
 _TEXTUAL = frozenset({str, bytes, int, bool, float, complex})
 _TEXTUAL_IDS = frozenset(map(id, _TEXTUAL))  # a metaclass may say that a class equals another
 
@@ -597,7 +620,7 @@ _STATES: dict[type, Callable[[Any], object]] = {
 }
 #: what holds the state of objects without a dictionary of attributes
 _HELD: dict[type, tuple[str, ...]] = {
-    FunctionType: ("__closure__", "__defaults__", "__kwdefaults__", "__dict__"),
+    FunctionType: ("__closure__", "__defaults__", "__kwdefaults__", "__annotations__", "__dict__"),
     CellType: ("cell_contents",),
     MethodType: ("__self__", "__func__"),
     BuiltinMethodType: ("__self__",),

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Hashable, Sequence
 from types import (
     BuiltinFunctionType,
+    CellType,
     FunctionType,
     GetSetDescriptorType,
     MethodDescriptorType,
@@ -171,10 +172,20 @@ def _require_no_code(func: Any, types: Any, values: Sequence[Any]) -> None:
 def _is_of_torch(func: Any) -> bool:
     """Return whether a function, and each one that it wraps, is torch's: others may be given to its dispatcher."""
     while func is not None:
-        if not _home_of(func).startswith("torch"):
+        if _home_of(func).partition(".")[0] != "torch":
+            return False
+        if type(func) is FunctionType and not all(map(_is_plain_or_of_torch, func.__closure__ or ())):
             return False
         func = getattr(func, "__wrapped__", None)
     return True
+
+
+def _is_plain_or_of_torch(cell: CellType) -> bool:
+    """Return whether what a function of torch closes over is no function of a user, which a decorator would call."""
+    try:
+        return type(cell.cell_contents) is not FunctionType or _is_of_torch(cell.cell_contents)
+    except ValueError:  # an empty cell
+        return True
 
 
 def _home_of(func: Any) -> str:
@@ -182,19 +193,21 @@ def _home_of(func: Any) -> str:
     kind = type(func)
     if kind is FunctionType:
         return str(func.__globals__.get("__name__", ""))
-    if kind in (OpOverload, OpOverloadPacket) or isinstance(func, HigherOrderOperator):
+    if kind is OpOverload or kind is OpOverloadPacket:
         return "torch"
+    if issubclass(kind, HigherOrderOperator):
+        return "torch" if _lives_in(kind, "torch.") else ""
     if kind is MethodWrapperType:  # of an attribute
         func, kind = func.__self__, type(func.__self__)
     owner = func.__self__ if kind is BuiltinFunctionType else getattr(func, "__objclass__", None)
     if kind is BuiltinFunctionType and owner is None:
         return str(func.__module__)
-    if kind not in _OF_C or not isinstance(owner, type | ModuleType):
+    if id(kind) not in _OF_C or not isinstance(owner, type | ModuleType):
         return ""
     return owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
 
 
-_OF_C = frozenset({BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType})
+_OF_C = frozenset(map(id, (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType)))
 
 
 class WatchedCalls(TorchFunctionMode):
@@ -213,6 +226,7 @@ class WatchedCalls(TorchFunctionMode):
     def __enter__(self) -> WatchedCalls:
         global _watched
         self._modes = torch._C._len_torch_dispatch_stack()
+        self._below = torch._C._len_torch_function_stack()
         if self._under_vmap:
             _require_no_modes_of_users()
         with _LOCK:
@@ -239,6 +253,8 @@ class WatchedCalls(TorchFunctionMode):
                 func = _OF_EACH.get(func, func)
                 if torch._C._len_torch_dispatch_stack() > self._modes:
                     raise LeftVmap("a mode of dispatch sees all records")
+                if torch._C._len_torch_function_stack() > self._below:  # such as that of `with torch.device`
+                    _require_no_modes_of_users()
                 _require_inside(func, args, kwargs)
                 _require_no_code(func, types, (*args, *kwargs.values()))
                 if func in _RECURRENT and len(args) > 2 and isinstance(args[2], (list, tuple)):
