@@ -187,7 +187,7 @@ class PrivacyOptions(Section, section="privacy"):
 
     epsilon: PerClient[Positive] | None = None
     delta: PerClient[Annotated[float, Interval(ge=0, lt=1)]] = 1e-4
-    mechanism: Literal["gaussian", "laplace"] = "gaussian"
+    mechanism: str = "gaussian"
     clip_norm: PerClient[PositiveFinite] = 1.0
     noise_multiplier: PerClient[NotNegative] | None = None
     accountant: str = "pld"

@@ -50,6 +50,7 @@ NAMES = {
     "engine.name": [("build", "ENGINES")],
     "task": [("models.tasks", "TASKS")],
     "evaluation.metrics": [("federated.client.metrics", "METRICS")],
+    "privacy.mechanism": [("privacy.accounting.events", "NOISED")],
     "privacy.accountant": [("privacy.accounting.accountant", "ACCOUNTANTS")],
     "sweep.sampler": [("search.samplers", "SAMPLERS")],
     "sweep.pruner": [("search.samplers", "PRUNERS")],

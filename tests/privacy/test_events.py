@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from dataclasses import dataclass
-from typing import ClassVar, get_args, get_type_hints
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,9 +12,10 @@ from dp_accounting import NeighboringRelation, dp_event
 from dp_accounting.rdp import RdpAccountant
 from scipy.special import logsumexp
 
-from dpfl_lightning.config.options import PrivacyOptions
+from dpfl_lightning.config.options import all_keys
+from dpfl_lightning.config.registry import names_of
+from dpfl_lightning.config.typed import in_words
 from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, get_accountant
-from dpfl_lightning.privacy.accounting.client_plan import plan
 from dpfl_lightning.privacy.accounting.events import (
     NOISED,
     RELEASES,
@@ -71,8 +72,8 @@ def test_a_mechanism_is_accounted_as_the_event_that_it_is_made_from(kind):
 
 
 def test_options_and_help_texts_name_every_mechanism():
-    assert get_args(get_type_hints(PrivacyOptions)["mechanism"]) == tuple(NOISED)
-    assert all(name in words for name in NOISED for words in (PrivacyOptions.__doc__, plan.__doc__))
+    assert names_of("privacy.mechanism") == list(NOISED) and all(name == one.kind for name, one in NOISED.items())
+    assert in_words(all_keys()["privacy.mechanism"].hint) == f"one of {', '.join(NOISED)}"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Accounting events: what a client releases, without anything about data, and everything that follows from it.
 
 An event knows its costs (Renyi divergence, privacy losses, pure epsilon), its form in dp_accounting and its words.
-Nothing else asks for its class: a new mechanism is one class here, in `RELEASES`. The accountant defines which data
+Nothing else asks for its class: a new mechanism is one class here, in `NOISED`. The accountant defines which data
 sets are neighbours; a noise multiplier never includes that relation.
 """
 
@@ -164,6 +164,7 @@ class NoisedEvent(Release):
         noised: what its noise makes of a step, in words.
         noise_name: follows the noise in tables.
         amplified: whether the accountants know an amplification by sampling; otherwise batches are full.
+        of_counts: kind of the event of the same noise on counts of held-out records.
     """
 
     clip_order: ClassVar[int] = 2
@@ -172,6 +173,7 @@ class NoisedEvent(Release):
     noised: ClassVar[str] = "noised"
     noise_name: ClassVar[str] = ""
     amplified: ClassVar[bool] = False
+    of_counts: ClassVar[str]
 
     noise_multiplier: float | None
     sample_rate: float
@@ -191,7 +193,7 @@ class NoisedEvent(Release):
 
     def of_held_out(self) -> "NoisedEvent":
         """Return the event of the same noise on counts of held-out records, of which a record adds 1 to one."""
-        return _OF_HELD_OUT[type(self)].of(self.sample_rate, self.noise_multiplier, self.steps)
+        return COUNTS[self.of_counts].of(self.sample_rate, self.noise_multiplier, self.steps)
 
     def repeated(self, times: int) -> Self:
         return self.with_noise(self.noise_multiplier, self.steps * times)
@@ -249,6 +251,7 @@ class GaussianEvent(NoisedEvent):
     protection: ClassVar = "Gaussian noise"
     needs_delta: ClassVar = True
     amplified: ClassVar = True
+    of_counts: ClassVar = "gaussian_counts"
 
     sample_rate: float
     noise_multiplier: float | None
@@ -317,6 +320,7 @@ class LaplaceEvent(NoisedEvent):
     noise_unit: ClassVar = "Laplace scale"
     noised: ClassVar = "Laplace-noised"
     noise_name: ClassVar = " (Laplace)"
+    of_counts: ClassVar = "laplace_counts"
     sample_rate: ClassVar = 1.0  # type: ignore[misc]
 
     noise_multiplier: float | None
@@ -362,7 +366,10 @@ class LaplaceCounts(LaplaceEvent):
     counts_held_out: ClassVar = True
 
 
-_OF_HELD_OUT: dict[type[NoisedEvent], type[NoisedEvent]] = {GaussianEvent: GaussianCounts, LaplaceEvent: LaplaceCounts}
+#: privacy.mechanism -> event of its noisy sums
+NOISED: dict[str, type[NoisedEvent]] = {"gaussian": GaussianEvent, "laplace": LaplaceEvent}
+#: kind -> event of counts of held-out records
+COUNTS: dict[str, type[NoisedEvent]] = {"gaussian_counts": GaussianCounts, "laplace_counts": LaplaceCounts}
 
 
 @dataclass(frozen=True)
@@ -443,10 +450,7 @@ class NonPrivateEvent(Release):
 
 
 #: what a client can release; a ledger records each by its `kind`
-RELEASES: tuple[type[Release], ...] = (*_OF_HELD_OUT, *_OF_HELD_OUT.values(), SelectionEvent, NonPrivateEvent)
-
-#: privacy.mechanism -> event of its noisy sums
-NOISED: dict[str, type[NoisedEvent]] = {one.kind: one for one in _OF_HELD_OUT}
+RELEASES: tuple[type[Release], ...] = (*NOISED.values(), *COUNTS.values(), SelectionEvent, NonPrivateEvent)
 
 _KINDS: dict[str, type[Event]] = {Caveat.kind: Caveat, **{one.kind: one for one in RELEASES}}
 
