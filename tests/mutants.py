@@ -37,7 +37,7 @@ def half_the_noise(patch: MonkeyPatch) -> None:
         return dataclasses.replace(mechanism, noise_multiplier=mechanism.noise_multiplier / 2)
 
     privatise = Mechanism.privatise
-    patch.setattr(Mechanism, "privatise", lambda self, *args: privatise(halved(self), *args))
+    patch.setattr(Mechanism, "privatise", lambda self, *args, **kept: privatise(halved(self), *args, **kept))
 
 
 def no_clipping(patch: MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def floating_point_noise(patch: MonkeyPatch) -> None:
 
     alone = Mechanism.privatise
 
-    def privatise(self, clipped, generator, dtype=torch.float32, into=None):
+    def privatise(self, clipped, generator, dtype=torch.float32, into=None, kept=None):
         return (alone if self.noise_multiplier == 0 else noisy)(self, clipped, generator, dtype)
 
     patch.setattr(Mechanism, "privatise", privatise)
@@ -351,7 +351,7 @@ def _divide_by_the_batch(patch: MonkeyPatch, noise_too: bool) -> None:
         patch.setattr(kind, "__call__", _remembering(kind.__call__, drawn))
     exact = Mechanism.privatise
 
-    def privatise(self, clipped, *args):
+    def privatise(self, clipped, *args, **kept):
         first = (clipped.data_ptr() - drawn.place) // drawn.row_bytes
         factor = self.expected_batch_size / max(1.0, float(drawn.sizes[first : first + len(clipped)].sum()))
         return exact(self, clipped, *args) * factor if noise_too else exact(self, clipped * factor, *args)

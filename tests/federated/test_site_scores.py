@@ -169,7 +169,7 @@ def node_of_two_labels(folder, frame):
     train = terms.plan.schedule.clients[0].planned[0]
     scores = GaussianEvent(1.0, 20.0, 1)
     terms = with_lines(terms, dataclasses.replace(train, count=1), Planned("scores", scores.of_held_out(), 1))
-    with pytest.raises(UserError, match="`PLAN` must count held-out records of a task binary or multiclass"):
+    with pytest.raises(UserError, match="`PLAN` must count held-out records of a task with one class for each record"):
         accept(state, terms)
     terms = with_lines(terms, dataclasses.replace(train, count=1), Planned("scores", scores, 1))
     accept(state, terms)
@@ -211,7 +211,7 @@ def test_the_price_of_scores_is_in_the_plan(make_loop):
     assert words.endswith("A released score is - where its records are too few for the noise: clients 0, 1, 2, 3.")
     assert [row["releases"] for row in result.clients] == [4] * 4, "noised zeros, as if there were held-out records"
     assert result.metrics["released_auroc"] == [None] * 4
-    with pytest.raises(UserError, match="`task` must be binary or multiclass with released_scores"):
+    with pytest.raises(UserError, match="`task` must have one class for each record with released_scores"):
         numbers = {str(client): (torch.zeros(50, 6), torch.zeros(50)) for client in range(4)}
         make_loop(Population.from_datasets(numbers), torch.nn.Linear(6, 1), parts=build(RELEASED)).plan_schedule()
 

@@ -157,7 +157,7 @@ def write_samples() -> None:
     (HERE / "sites" / "plan.json").write_text(wire.to_text(terms))
     (HERE / "sites" / "site.json").write_text(wire.to_text(terms.sites[0]))
     (HERE / "sites" / "released.bin").write_bytes(wire.encode(Released(torch.arange(3.0), ())))
-    (HERE / "sites" / "kept.bin").write_bytes(wire.encode(Kept(torch.arange(3.0), torch.ones(1))))
+    (HERE / "sites" / "kept.bin").write_bytes(wire.encode(Kept(torch.arange(3.0), {"personal": torch.ones(1)})))
     node = StateFolder(HERE / "node")
     node.plan_folder("0").mkdir(parents=True)
     node.save(sites.settings_for(0))

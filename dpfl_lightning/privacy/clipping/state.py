@@ -451,8 +451,8 @@ def _of_subclass(value: Any, seen: Walk) -> object:
     )
 
 
-_BUILT_IN = frozenset(
-    map(id, (dict, list, tuple, set, frozenset, str, bytes, int, float, complex, bool, deque, OrderedDict))
+_BUILT_IN = frozenset(  # classes whose instances have no attributes of their own
+    map(id, (dict, list, tuple, set, frozenset, str, bytes, int, float, complex, bool, deque, np.ndarray))
 )
 _TEXTUAL = frozenset({str, bytes, int, bool, float, complex})
 _TEXTUAL_IDS = frozenset(map(id, _TEXTUAL))  # a metaclass may say that a class equals another

@@ -169,23 +169,25 @@ def _require_no_code(func: Any, types: Any, values: Sequence[Any]) -> None:
         raise LeftVmap(f"`{getattr(func, '__name__', func)}` runs code of `{own[0]}`")
 
 
-def _is_of_torch(func: Any) -> bool:
-    """Return whether a function, and each one that it wraps, is torch's: others may be given to its dispatcher."""
-    while func is not None:
+def _is_of_torch(func: Any, seen: tuple[Any, ...] = ()) -> bool:
+    """Return whether a function, and each one that it wraps or closes over, is torch's: a decorator calls another."""
+    while func is not None and not any(func is one for one in seen):
         if _home_of(func).partition(".")[0] != "torch":
             return False
-        if type(func) is FunctionType and not all(map(_is_plain_or_of_torch, func.__closure__ or ())):
-            return False
+        seen = (*seen, func)
+        if type(func) is FunctionType and func.__closure__:
+            inner = (_content_of(cell) for cell in func.__closure__)
+            if not all(_is_of_torch(one, seen) for one in inner if type(one) is FunctionType):
+                return False
         func = getattr(func, "__wrapped__", None)
     return True
 
 
-def _is_plain_or_of_torch(cell: CellType) -> bool:
-    """Return whether what a function of torch closes over is no function of a user, which a decorator would call."""
+def _content_of(cell: CellType) -> object:
     try:
-        return type(cell.cell_contents) is not FunctionType or _is_of_torch(cell.cell_contents)
-    except ValueError:  # an empty cell
-        return True
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
 def _home_of(func: Any) -> str:
