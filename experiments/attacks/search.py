@@ -59,7 +59,8 @@ def search(
         pair = {"net": name, "sums": kind, "models": seeds}
         row = next((row for row in held if pair.items() <= row.items()), None)
         rows.append(row or {**pair, **_pair(NETS[name], SUMS[kind], seeds, device)})
-        found = {"rows": rows, "seconds": sum(row["seconds"] for row in rows), "torch": torch.__version__}
+        later = [one for one in held if not any(one == row for row in rows)]  # of pairs that come after this one
+        found = {"rows": rows + later, "seconds": sum(row["seconds"] for row in rows), "torch": torch.__version__}
         if file is not None:
             write_text(file, json.dumps(found, indent=1) + "\n")
     return found
