@@ -52,15 +52,19 @@ def search(
     if device.type == "cuda":
         use_exact_products()
     pairs = [(net, kind) for net in nets or NETS for kind in sums or SUMS]
+    counts = [len(range(number, models, len(pairs))) for number in range(len(pairs))]
     held = json.loads(file.read_text())["rows"] if file is not None and file.exists() else []
+    known = {(row["net"], row["sums"], row["models"]): row for row in held}
+    ahead = {
+        key: known[key] for key in ((*pair, seeds) for pair, seeds in zip(pairs, counts, strict=True)) if key in known
+    }
     rows: list[dict[str, Any]] = []
-    for number, (name, kind) in enumerate(pairs):
-        seeds = len(range(number, models, len(pairs)))
+    for (name, kind), seeds in zip(pairs, counts, strict=True):
+        row = ahead.pop((name, kind, seeds), None)
         pair = {"net": name, "sums": kind, "models": seeds}
-        row = next((row for row in held if pair.items() <= row.items()), None)
         rows.append(row or {**pair, **_pair(NETS[name], SUMS[kind], seeds, device)})
-        later = [one for one in held if not any(one == row for row in rows)]  # of pairs that come after this one
-        found = {"rows": rows + later, "seconds": sum(row["seconds"] for row in rows), "torch": torch.__version__}
+        every = [*rows, *ahead.values()]
+        found = {"rows": every, "seconds": sum(row["seconds"] for row in every), "torch": torch.__version__}
         if file is not None:
             write_text(file, json.dumps(found, indent=1) + "\n")
     return found
