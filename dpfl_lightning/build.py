@@ -39,7 +39,6 @@ def build_module(options: Options, population: Population | Facts) -> ClientModu
     Raises UserError if a ClientModule has another task or other metrics than the configuration.
     """
     model, metrics = _build_model(options, population), tuple(options.evaluation.metrics)
-    task = None if options.task is None else build_task(options.task)
     priors, per_record = options.model.get("class_priors"), options.model.get("per_record", False)
     require(isinstance(per_record, bool), "model.per_record", "be true or false", per_record)
     if not isinstance(model, ClientModule):
@@ -48,6 +47,7 @@ def build_module(options: Options, population: Population | Facts) -> ClientModu
     advice = "Write ClientModule(model, per_record=True)."
     require(not per_record, "model.per_record", "be left out", per_record, advice)
     require(priors is None, "model.class_priors", "be left out: the ClientModule has a loss", priors)
+    task = None if options.task is None else build_task(options.task)
     advice = "The ClientModule sets it, too: set it in one place."
     require(task is None or model.named_task in (None, task), "task", f"be '{model.named_task}'", f"{task}", advice)
     same = not metrics or tuple(model.metrics) in ((), metrics)

@@ -8,11 +8,12 @@ import dataclasses
 import functools
 import inspect
 import math
+import operator
 import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Interval
 
@@ -418,8 +419,9 @@ def hints_of(kind: SectionKind) -> dict[str, Any]:
         key = f"{kind.section}.{name}".removeprefix(".")
         if key in NAMES and str in (hint, *get_args(hint)):
             one: Any = Literal[*names_of(key)]
-            written: dict[Any, Any] = {str: one, str | None: one | None, str | Named | None: one | Named | None}
-            hint = written.get(hint, tuple[one, ...])
+            kinds = get_args(hint) if get_origin(hint) in (types.UnionType, Union) else (hint,)
+            named = (one if kind is str else kind for kind in kinds)
+            hint = functools.reduce(operator.or_, named) if str in kinds else tuple[one, ...]
         if name != "section" and key not in SECTIONS:
             found[key] = hint
     return found

@@ -54,6 +54,12 @@ def _log_odds(y: Tensor) -> Tensor:
     return y.double().mean(dim=0).logit(eps=1e-7)
 
 
+def _log_shares(y: Tensor, num_classes: int) -> Tensor:
+    """Return the logarithm of the share of each class `[K]` among the labels that count."""
+    counts = y[y != IGNORED].long().bincount(minlength=num_classes).double()
+    return (counts / counts.sum()).clamp(min=1e-30).log()
+
+
 def pinball(output: Tensor, y: Tensor, quantile: float) -> Tensor:
     """Return the loss whose mean is smallest at the quantile of `y` (Koenker and Bassett 1978), in its shape.
 
@@ -182,7 +188,7 @@ class Task:
         return output, y
 
     def num_for_metrics(self, output: Tensor, y: Tensor, num_classes: int) -> int:
-        """Return the number of classes, or of labels, that metrics are told."""
+        """Return the number of classes, or of labels, for metrics."""
         return num_classes
 
     @property
@@ -207,7 +213,7 @@ class Task:
         return shares.amax(dim=1), shares.argmax(dim=1) == y
 
     def surplus(self, output: Shape, num_classes: int) -> int:
-        """Return how many outputs no class has."""
+        """Return how many outputs no class has. Raises UserError if a task needs just as many as there are classes."""
         return 0
 
     def as_logits(self, output: Tensor) -> Tensor:
@@ -256,8 +262,7 @@ class OfClasses(Task):
         return class_logits(output, y).argmax(dim=1) == y
 
     def best_constant(self, y: Tensor, num_classes: int) -> Tensor:
-        counts = y[y != IGNORED].long().bincount(minlength=num_classes).double()
-        constant = (counts / counts.sum()).clamp(min=1e-30).log()
+        constant = _log_shares(y, num_classes)
         return constant.view(-1, *[1] * (y.dim() - 1)).expand(-1, *y.shape[1:])
 
     def num_for_metrics(self, output: Tensor, y: Tensor, num_classes: int) -> int:
@@ -417,9 +422,7 @@ class LanguageModeling(Task):
         return output.argmax(dim=-1) == y
 
     def best_constant(self, y: Tensor, num_classes: int) -> Tensor:
-        aligned = self.aligned(y, y)[1]
-        counts = aligned[aligned != IGNORED].long().bincount(minlength=num_classes).double()
-        return (counts / counts.sum()).clamp(min=1e-30).log().expand(*y.shape[1:], -1)
+        return _log_shares(self.aligned(y, y)[1], num_classes).expand(*y.shape[1:], -1)
 
     @property
     def shifted(self) -> Task | None:

@@ -84,63 +84,56 @@ class RunLog:
 
         The account of the data `holders` is charged, too. UserError, before anything is written, for another run.
         """
+        with self._no_key_without_a_ledger():
+            earlier, data_key = self.folder.header(), self.folder.data_key(ended)
+            filters, digests = bounding_events(plan, self.privacy), [digest.hex() for digest in records(data_key)]
+            sealed = identity(plan, self.privacy, module, self.names, digests, data_key, filters)
+            if ended and earlier is not None:  # it releases nothing more, and the key of the digests is gone
+                sealed |= {name: earlier.identity[name] for name in ("records", "tables") if name in earlier.identity}
+            relation = "add_remove" if self.privacy is None else self.privacy.relation
+            accountant = get_accountant(plan.accountant, relation)
+            header = Header(
+                accountant=accountant.name,
+                adjacency=accountant.adjacency,
+                sampling=self.sampling,
+                delta=tuple(client.delta for client in plan.schedule.clients),
+                epsilon=tuple(client.epsilon for client in plan.settings),
+                caveats=plan.caveats,
+                identity=sealed,
+                run=run_of(data_key),
+            )
+            checkpoint = None if saved is None else Head(**saved["ledger"])
+            if earlier is not None:  # before the account hears of it: what is refused must not change who has paid
+                check_resumed(self.folder.ledger_file, earlier, header)
+            account = None if holders is None else holders.enter(plan, (earlier or header).run, self.folder, ended)
+            self.ledger = Ledger(self.folder.ledger_file, header, checkpoint, account)
+            with closed_on_error(self.ledger):
+                self.budgets = Budgets(
+                    plan.schedule,
+                    self.ledger,
+                    accountant,
+                    self.sampling,
+                    self.simulated or self.privacy is None,
+                    plan.caveats,
+                    self.unprotected,
+                    self.name_of,
+                    self.most_records,
+                    account,
+                    filters,
+                )
+        if earlier is not None and saved is None and self.ledger.payers():
+            missing = f"{self.folder.path / 'checkpoint.pt'} is missing, so the run starts again"
+            warn_user(f"{missing}; the budget that it has spent remains spent")
+
+    @contextmanager
+    def _no_key_without_a_ledger(self) -> Iterator[None]:
+        """Forget the key of the records if an error leaves no ledger that needs it."""
         try:
-            known = self._opened(plan, module, records, saved, ended, holders)
+            yield
         except BaseException:
             if not self.folder.ledger_file.is_file():
                 self.folder.forget_data_key()
             raise
-        if known and saved is None and self.ledger.payers():
-            missing = f"{self.folder.path / 'checkpoint.pt'} is missing, so the run starts again"
-            warn_user(f"{missing}; the budget that it has spent remains spent")
-
-    def _opened(
-        self,
-        plan: RunPlan,
-        module: ClientModule,
-        records: Callable[[bytes], Iterable[bytes]],
-        saved: Mapping[str, Any] | None,
-        ended: bool,
-        holders: DataHolders | None,
-    ) -> bool:
-        """Open the ledger; return whether it was there before."""
-        earlier, data_key = self.folder.header(), self.folder.data_key(ended)
-        filters, digests = bounding_events(plan, self.privacy), [digest.hex() for digest in records(data_key)]
-        sealed = identity(plan, self.privacy, module, self.names, digests, data_key, filters)
-        if ended and earlier is not None:  # it releases nothing more, and the key of the digests is gone
-            sealed |= {name: earlier.identity[name] for name in ("records", "tables") if name in earlier.identity}
-        relation = "add_remove" if self.privacy is None else self.privacy.relation
-        accountant = get_accountant(plan.accountant, relation)
-        header = Header(
-            accountant=accountant.name,
-            adjacency=accountant.adjacency,
-            sampling=self.sampling,
-            delta=tuple(client.delta for client in plan.schedule.clients),
-            epsilon=tuple(client.epsilon for client in plan.settings),
-            caveats=plan.caveats,
-            identity=sealed,
-            run=run_of(data_key),
-        )
-        checkpoint = None if saved is None else Head(**saved["ledger"])
-        if earlier is not None:  # before the account hears of it: what is refused must not change who has paid
-            check_resumed(self.folder.ledger_file, earlier, header)
-        account = None if holders is None else holders.enter(plan, (earlier or header).run, self.folder, ended)
-        self.ledger = Ledger(self.folder.ledger_file, header, checkpoint, account)
-        with closed_on_error(self.ledger):
-            self.budgets = Budgets(
-                plan.schedule,
-                self.ledger,
-                accountant,
-                self.sampling,
-                self.simulated or self.privacy is None,
-                plan.caveats,
-                self.unprotected,
-                self.name_of,
-                self.most_records,
-                account,
-                filters,
-            )
-        return earlier is not None
 
     def can_pay(self) -> bool:
         return self.budgets.can_pay()

@@ -298,10 +298,7 @@ class Kept:
                 found[getattr(part, "__name__", type(part).__name__)] = _content(part, seen)
                 continue
             prefix = f"{name}." if name else ""
-            if slots := _slots(type(part)):
-                read = functools.partial(_values_of, part, slots)
-                seen.parts((id(part), "slots"), read)
-                found[f"{prefix}slots"] = [(slot, _content(one, seen)) for slot, one in zip(slots, read(), strict=True)]
+            found[f"{prefix}slots"] = _of_slots(part, seen)
             found[f"{prefix}names"] = (*part._parameters, None, *part._buffers, None, *part._modules)
             for key, one in (*part._parameters.items(), *part._buffers.items()):
                 if one is not None:
@@ -416,8 +413,7 @@ def _content(value: Any, seen: Walk) -> object:
     if isinstance(value, FunctionType):
         seen.function(value, ())
     else:
-        of_value, none = itertools.repeat(value), itertools.repeat(None)
-        seen.parts((id(value), "held"), lambda: [type(value), *map(getattr, of_value, held, none)])
+        seen.parts((id(value), "held"), lambda: [type(value), *_values_of(value, held)])
     parts = {name: _content(getattr(value, name, None), seen) for name in held}
     if isinstance(value, FunctionType):
         parts |= {f"its {name}": repr(getattr(value, name)) for name in _NAMED} | _referred(value, seen)
@@ -440,15 +436,18 @@ def _of_subclass(value: Any, seen: Walk) -> object:
     kind = type(value)
     if id(kind) in _BUILT_IN:
         return None
-    own, slots = getattr(value, "__dict__", None), _slots(kind)
-    if slots:
-        of_value, none = itertools.repeat(value), itertools.repeat(None)
-        seen.parts((id(value), "slots"), lambda: map(getattr, of_value, slots, none))
-    return (
-        _content(own, seen) if type(own) is dict else None,
-        tuple((name, _content(getattr(value, name, None), seen)) for name in slots),
-        _content(_of_class(kind, seen), seen),
-    )
+    own = getattr(value, "__dict__", None)
+    attributes = _content(own, seen) if type(own) is dict else None
+    return attributes, _of_slots(value, seen), _content(_of_class(kind, seen), seen)
+
+
+def _of_slots(value: object, seen: Walk) -> object:
+    """Return the contents of the slots of a class of a user."""
+    if not (slots := _slots(type(value))):
+        return ()
+    read = functools.partial(_values_of, value, slots)
+    seen.parts((id(value), "slots"), read)
+    return tuple((name, _content(one, seen)) for name, one in zip(slots, read(), strict=True))
 
 
 _BUILT_IN = frozenset(  # classes whose instances have no attributes of their own

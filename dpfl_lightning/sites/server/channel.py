@@ -50,14 +50,14 @@ class SiteChannel:
 
     Attributes:
         welcomes: what each node said when it was greeted.
-        plan: hash of the accepted plan.
+        terms, plan: the accepted plan, and its hash.
 
     Raises UserError if not every client has one node with the plan, and LostClients if a node is gone or its reply is
     forged.
     """
 
     def __init__(self, sites: Sites, module: ClientModule) -> None:
-        self._terms, self._module, self.plan = sites.terms, module, wire.digest(sites.terms)
+        self.terms, self._module, self.plan = sites.terms, module, wire.digest(sites.terms)
         self._names = [site.name for site in sites.terms.sites]
         self._keys = [site.public_key for site in sites.terms.sites]
         count, given = len(self._keys), sites.connections
@@ -110,13 +110,13 @@ class SiteChannel:
             connection.close()
 
     def _greet(self, connection: Connection, number: int) -> Answer:
-        clients, most = range(len(self._keys)), max(map(most_header, self._terms.plan.schedule.clients))
+        clients, most = range(len(self._keys)), max(map(most_header, self.terms.plan.schedule.clients))
         whose = connection.where or f"node {number + 1} of {len(self._keys)}"
         return self._exchange(connection, wire.encode(ToNode(self.plan, hello())), whose, clients, wire.Limits(most, 0))
 
     def _answer(self, client: int, request: Request, known: Head | None) -> Answer | LostClients:
         content = wire.encode(ToNode(self.plan, request, known))
-        schedule = self._terms.plan.schedule.clients[client]
+        schedule = self.terms.plan.schedule.clients[client]
         try:
             wire.sizes(content, wire.Limits(MOST_HEADER, most_numbers(schedule, self._module.flat)))
         except wire.WireError:

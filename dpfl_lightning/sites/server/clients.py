@@ -36,7 +36,6 @@ from dpfl_lightning.sites.exchange import (
     Refused,
     Released,
     Site,
-    Terms,
     Welcome,
     client_names,
 )
@@ -86,7 +85,7 @@ class RemoteClients(RunLog):
         self._keys = [site.public_key for site in site_list]
         self._receipts: dict[int, Receipt] = {}
         self._late: dict[int, tuple[int, str]] = {}  # client -> round and purpose of the reply that was late
-        self._sites, self._channel = nodes, None if nodes is None else SiteChannel(nodes, module)
+        self._channel = None if nodes is None else SiteChannel(nodes, module)
         welcomes = () if self._channel is None else self._channel.welcomes
         self.simulated = self.simulated or any(
             isinstance(one.reply, Welcome) and one.reply.simulated for one in welcomes
@@ -97,11 +96,6 @@ class RemoteClients(RunLog):
     def channel(self) -> SiteChannel:
         assert self._channel is not None, "a run that is only planned asks nobody"
         return self._channel
-
-    @property
-    def terms(self) -> Terms:
-        assert self._sites is not None, "a run that is only planned has no accepted plan"
-        return self._sites.terms
 
     @property
     def description(self) -> str:
@@ -128,8 +122,9 @@ class RemoteClients(RunLog):
         caveats = tuple(words for words in plan.caveats if words != SIMULATED)
         asked = dataclasses.replace(plan, options=deciding_options(plan.options), caveats=caveats)
         must = "give the plan that the sites have accepted; export it again, and let them accept it, for another one"
-        same = wire.encode(asked) == wire.encode(self.terms.plan)
-        require(same, "--config", must, f"other {wire.different_fields(self.terms.plan, asked)}")
+        accepted = self.channel.terms.plan
+        same = wire.encode(asked) == wire.encode(accepted)
+        require(same, "--config", must, f"other {wire.different_fields(accepted, asked)}")
 
     def _compare_accounts(self, folder: Path) -> None:
         """Write down what the nodes say that they have paid for. See `_record`."""
@@ -153,7 +148,7 @@ class RemoteClients(RunLog):
         return plan.only(lambda client: self._may_pay(client, plan.round, plan.purpose))
 
     def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
-        if plan.optimizer != self.terms.plan.optimizer:
+        if plan.optimizer != self.channel.terms.plan.optimizer:
             raise RuntimeError("the optimiser of a round must be that of the accepted plan")
         inbox, models = UpdateBuffer(plan, raw_weights), models.cpu()
         plan = plan if plan.anchors is None else dataclasses.replace(plan, anchors=plan.anchors.cpu())

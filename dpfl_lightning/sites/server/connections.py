@@ -9,7 +9,7 @@ from dpfl_lightning.sites import sockets, wire
 
 
 class Connection:
-    """Brings requests to one node, and replies back. Replies are signed: whoever is in between can only withhold them.
+    """Brings requests to one node, and replies back. Replies are signed: an intermediary can only withhold them.
 
     Several connections are used at once, each by one thread at a time. A node answers at its socket after a time that
     says nothing of records: another way to it forwards to this socket, and does not call `Node.handle` itself.
