@@ -182,3 +182,7 @@ def test_the_page_of_what_is_supported_is_what_a_trial_finds():
             assert any(
                 tried == [cell for cell in one if cell and not re.fullmatch(r"-|[0-9.]+ x", cell)] for one in known
             )
+
+
+def test_every_task_has_a_case():
+    assert list(supported.TASK_CASES) == list(supported.TASKS)

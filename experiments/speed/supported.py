@@ -170,6 +170,7 @@ TASK_CASES: dict[str, Callable[[int], TaskCase]] = {
     "binary": _on_a_table(1, lambda records: torch.randint(2, (records,)), 2),
     "multilabel": _on_a_table(20, lambda records: torch.randint(2, (records, 20)), 20),
     "regression": _on_a_table(1, torch.randn, None),
+    "quantile_regression": _on_a_table(1, torch.randn, None),
     "segmentation": _segmentation,
     "language_modeling": _tokens,
     "causal_lm": _own_labels,
