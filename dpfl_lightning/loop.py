@@ -188,7 +188,7 @@ class FederatedLoop(RunSession):
         folder = Path(output_dir or new_folder())
         by_code = f"run(resume=True) of a FederatedLoop with output_dir={str(folder)!r}"
         caveats = [one for strategy in registered for one in strategy.caveats]
-        caveats += [ENDS_BY_RESULTS] if any(strategy.ends_by_results for strategy in registered) else []
+        caveats += [ENDS_BY_RESULTS] if any(overrides(strategy, "stop") for strategy in registered) else []
         config = RunConfig(
             facts=dataclasses.replace(
                 facts,
@@ -249,8 +249,9 @@ def _check_persons(privacy: PrivacyOptions, strategies: Sequence[Strategy]) -> N
     poisson, key = privacy.sampling == "poisson", "privacy.unit"
     require(poisson, key, "be record with privacy.sampling shuffle", "person", "Draw by poisson.")
     for strategy in strategies:
+        fits = not strategy.jobs or any(job.any_unit for job in strategy.jobs)
         advice = "It releases what counts records, or their classes."
-        require(strategy.counts_persons, key, f"be record with {strategy.config_name}", "person", advice)
+        require(fits, key, f"be record with {strategy.config_name}", "person", advice)
 
 
 def _notice(module: ClientModule, clients: ClientOptions) -> None:

@@ -6,7 +6,7 @@ import math
 import torch
 from sites import a_question, a_request
 
-from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.messages.query import FeatureSums, LowestLoss, MeanLoss, NoMechanism, SelectModel
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.models.optimizers import OPTIMIZERS

@@ -17,7 +17,7 @@ from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Populatio
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
-from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.messages.jobs import ClassGradients, ProximalTraining
 from dpfl_lightning.federated.messages.query import SelectModel
 from dpfl_lightning.privacy.accounting.events import SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
@@ -73,7 +73,7 @@ class EachItsOwn(Strategy):
     def plan_round(self, plan, view):
         plan = plan.only(lambda client: client != 1 or view.round % 2 == 0)
         mean = view.state.models.mean(dim=0, keepdim=True)
-        return dataclasses.replace(plan, anchors=mean, anchor_of=(0,) * len(plan.clients), pull=0.5)
+        return dataclasses.replace(plan, job=ProximalTraining(0.5, mean, dict.fromkeys(plan.clients, 0)))
 
 
 class Selection(Strategy):

@@ -11,7 +11,7 @@ from conftest import FIXED_KEY
 
 from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.config.options import Options
-from dpfl_lightning.federated.messages.plan import LocalTraining
+from dpfl_lightning.federated.messages.jobs import LocalTraining
 from dpfl_lightning.federated.messages.query import Query
 from dpfl_lightning.federated.messages.requests import Ask, Evaluate, Train
 from dpfl_lightning.privacy.ledger.ledger import read_ledger

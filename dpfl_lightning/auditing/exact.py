@@ -27,7 +27,7 @@ from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.build import build_engine
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import ClassGradients, Job, LocalTraining
+from dpfl_lightning.federated.messages.jobs import ClassGradients, Job, LocalTraining
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.clipping.passes import SIZES as PASS_SIZES
 from dpfl_lightning.privacy.mechanism import Mechanism
@@ -108,14 +108,13 @@ def moved(
     start: Tensor | None = None,
 ) -> float:
     """Return the largest distance between two releases of a pair, in clip norms."""
-    blocks = job.num_classes if isinstance(job, ClassGradients) else 1
-    at_once, most = max(1, harness.at_once // (2 * blocks)), 0.0
+    at_once, most = max(1, harness.at_once // (2 * job.blocks)), 0.0
     for first in range(0, len(pairs), at_once):
         chosen_pairs = pairs[first : first + at_once]
         without = list(dict.fromkeys(name for name, _ in chosen_pairs))
         names = [*without, *(larger for _, larger in chosen_pairs)]
         releases = harness.releases(names, mechanism, 1, unit, start, together=bool(together), job=job).flatten(1)
-        if isinstance(job, ClassGradients):
+        if not job.trains:
             releases = releases * unit
         smaller = releases[[without.index(name) for name, _ in chosen_pairs]]
         order = mechanism.accounted.clip_order  # the norm that the accountant assumes

@@ -22,7 +22,8 @@ from dpfl_lightning.federated.client.dummy_data import dummy_labels
 from dpfl_lightning.federated.client.engines.engine import Batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
+from dpfl_lightning.federated.messages.jobs import Job, LocalTraining
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.requests import train_requests
 from dpfl_lightning.federated.transport.threads import Threads
 from dpfl_lightning.privacy.clipping.reference import ClipRequest

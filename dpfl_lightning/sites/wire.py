@@ -22,7 +22,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-from dpfl_lightning.federated.messages import clients, evaluation, facts, plan, query, requests, schedule, update
+from dpfl_lightning.federated.messages import clients, evaluation, facts, jobs, plan, query, requests, schedule, update
 from dpfl_lightning.models import augmentation, learning_rates, optimizers
 from dpfl_lightning.privacy import mechanism
 from dpfl_lightning.privacy.accounting import events, planned
@@ -71,7 +71,7 @@ def register(*kinds: type[T]) -> type[T]:
 
 
 register(clients.RunPlan, clients.ClientAccount, facts.ClientSettings, schedule.RunSchedule, Guarantee)
-register(plan.RoundPlan, plan.LocalTraining, plan.ClassGradients, augmentation.ClassAugmentation)
+register(plan.RoundPlan, jobs.LocalTraining, jobs.ClassGradients, augmentation.ClassAugmentation)
 register(update.ClientUpdates, evaluation.ClientModels, evaluation.Score, evaluation.Evaluation, evaluation.Diagnostics)
 register(query.ChargedQuery, query.NoMechanism, query.SelectModel, query.LowestLoss, query.MeanLoss)
 register(query.FeatureSums, query.ScoreCounts)

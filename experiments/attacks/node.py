@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.config.mapping import from_mapping
-from dpfl_lightning.federated.messages.plan import LocalTraining
+from dpfl_lightning.federated.messages.jobs import LocalTraining
 from dpfl_lightning.federated.messages.requests import Train
 from dpfl_lightning.loop import build_loop
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for

@@ -65,7 +65,7 @@ class FirstRoundOnly(Strategy):
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return True
 
-    def stop(self, view: View) -> str | None:
+    def exhausted(self, view: View) -> str | None:
         return "one round is all that is looked at" if view.round > 1 else None
 
 

@@ -11,7 +11,7 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.messages.query import ChargedQuery, SelectModel
 from dpfl_lightning.federated.messages.requests import Ask, Train, train_requests
 from dpfl_lightning.federated.server.view import ServerState
@@ -178,7 +178,7 @@ def test_gradients_of_classes_of_persons_are_refused_before_a_charge(make_loop):
     privacy = private(unit="person", rows_per_person=2)
     clients, view, models = begun(make_loop(population=people, privacy=privacy))
     request = dataclasses.replace(train_requests(view.plan(), models)[0], job=ClassGradients(3))
-    with pytest.raises(UserError, match="be record with gradients of classes"):
+    with pytest.raises(UserError, match="be record where clients release gradients of classes"):
         clients.client(0).handle(request)
     assert read_ledger(clients.folder.ledger_file) == []
 

@@ -12,6 +12,7 @@ from dpfl_lightning import strategies
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.mechanism import Gaussian
@@ -166,3 +167,9 @@ def test_strategies_are_found_by_name_and_by_path_and_mistakes_are_one_sentence(
     ):
         with pytest.raises(UserError, match=words):
             strategies.build(configuration)
+
+
+def test_a_strategy_states_few_things_about_itself():
+    """What keeps strategies apart follows from their jobs and from the hooks that they override."""
+    stated = {name for name in vars(Strategy) if not name.startswith("_") and not callable(getattr(Strategy, name))}
+    assert stated - {"config_name"} == {"role", "default_base", "caveats", "jobs", "needs_noise_std"}

@@ -18,7 +18,7 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.channel import send_round
 from dpfl_lightning.federated.client.client import HeldClients
-from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import read_guarantees
 from dpfl_lightning.federated.server.view import ServerState

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfl_lightning.federated.messages.inbox import AnswerBox
+from dpfl_lightning.federated.messages.jobs import ProximalTraining
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import UpdateBuffer
 from dpfl_lightning.privacy.mechanism import Gaussian
@@ -20,9 +21,7 @@ PLAN = RoundPlan(
     mechanism_of=(Gaussian(1.0, 0.5, 0.5, 4.0),) * CLIENTS,
     steps=(1,) * CLIENTS,
     learning_rate_of=(0.1,) * CLIENTS,
-    anchors=torch.ones(1, 4),
-    anchor_of=(0,) * CLIENTS,
-    pull=0.1,
+    job=ProximalTraining(0.1, torch.ones(1, 4), dict.fromkeys(range(CLIENTS), 0)),
 )
 UPDATES = torch.randn(CLIENTS, 4, generator=torch.Generator().manual_seed(0))
 WEIGHTS = torch.tensor([[1.0, 2.0, 0.5, 0.0, 3.0, 0.0], [0.0] * 6, [0.0, 0.0, 0.0, 1.0, 0.0, 2.0]])
@@ -68,7 +67,7 @@ def test_parts_of_an_inbox_are_the_whole(place, kinds, weighted, backwards):
 
 def test_a_part_has_no_anchors_and_only_the_models_that_its_clients_change():
     part = UpdateBuffer(PLAN, WEIGHTS).part([7, 9])
-    assert part.plan.anchors is None and part.plan.clients == (7, 9)
+    assert part.plan.job.anchors is None and part.plan.clients == (7, 9)
     assert part.models == [2] and part.total.weights.tolist() == [[1.0, 2.0]]
 
 

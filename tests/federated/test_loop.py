@@ -1,23 +1,28 @@
 """The loop: hook order, charges, results, what strategies answer, and what is refused."""
 
+import dataclasses
+import functools
 import json
 import math
 import os
 
 import pytest
 import torch
-from conftest import FIXED_KEY, blobs, private, small_loop, small_net
+from conftest import FIXED_KEY, blobs, break_off, private, small_loop, small_net
 from fakes import Absent, Recorder, changed_releases
 from safetensors.torch import load_file
 
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages import update
+from dpfl_lightning.federated.messages.jobs import TRAINING, ClassGradients, ProximalTraining
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import HOOKS, Strategy
+from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.runtime import stopping
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
+from dpfl_lightning.strategies.aggregation.noise_floor import NoiseFloor
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
@@ -138,7 +143,7 @@ def test_round_order_and_that_charges_come_before_training(make_loop):
     loop.run()
 
     def one_round(before, after):
-        planning = ["stop", "on_round_start", "replan", "plan_round", "needs_updates"]
+        planning = ["exhausted", "stop", "on_round_start", "replan", "plan_round", "needs_updates"]
         training = ["TRAIN", "needs_updates", "weigh", "combine", "scale", "step", "after_step"]
         ending = ["metrics", "state_dict", "final_models", "on_round_end"]
         return [(name, before) for name in planning] + [(name, after) for name in training + ending]
@@ -174,13 +179,60 @@ def test_strategies_that_do_not_fit_are_refused(make_loop):
         ([a_strategy(role="bas")], r"^`Odd.role` must be one of base, .*, got 'bas'\. Did you mean `base`\?$"),
         ([a_strategy(**combine)], r"`Odd.needs_updates` must be overridden by a strategy that overrides"),
         ([SizeWeighted(), Uniform()], "exactly one aggregation rule .* got size_weighted and uniform"),
-        ([SizeWeighted(), a_strategy(selects=True), a_strategy(selects=True)], "at most one strategy that limits how"),
+        (
+            [SizeWeighted(), a_strategy(role="selection"), a_strategy(role="selection")],
+            "at most one strategy that limits how",
+        ),
+        (
+            [SizeWeighted(), a_strategy(jobs=(ClassGradients,)), a_strategy(jobs=TRAINING)],
+            "for one job of the clients, got .*Odd, for which clients release gradients of classes, beside .*Odd, for "
+            "which clients train or clients train with a proximal term. Remove one of them",
+        ),
     ):
         with pytest.raises(UserError, match=words):
             make_loop(parts=parts)
     median = a_strategy(**combine, needs_updates=lambda self, plan, view: True)
     with pytest.raises(UserError, match=r"at most one strategy that combines updates \(`combine`\)"):
         make_loop(parts=[SizeWeighted(), median, median]).run()
+
+
+def test_a_job_that_a_strategy_does_not_know_is_refused_before_a_charge(make_loop):
+    """A strategy that states no job may give one to clients that another strategy cannot work with."""
+    pulled = lambda self, plan, view: dataclasses.replace(plan, job=ProximalTraining(0.1, view.state.models))  # noqa: E731
+    classes = lambda self, plan, view: dataclasses.replace(plan, job=ClassGradients(3))  # noqa: E731
+    for plan_round, beside in ((pulled, NoiseFloor()), (classes, FedProx())):
+        loop = make_loop(parts=[SizeWeighted(), beside, a_strategy(plan_round=plan_round)])
+        with pytest.raises(
+            UserError, match=f"`plan_round` must give a job with which {beside.config_name} works: clients"
+        ):
+            loop.run()
+        assert read_ledger(loop.clients.folder.ledger_file) == []
+
+
+def test_whoever_stops_a_run_by_its_releases_the_guarantee_is_that_of_the_plan(make_loop):
+    whole = make_loop(rounds=4).run()
+    for hook, as_planned in (("stop", True), ("exhausted", False)):
+        early = a_strategy(**{hook: lambda self, view: "enough" if view.round == 3 else None})
+        result = make_loop(rounds=4, parts=[SizeWeighted(), early]).run()
+        assert (result.rounds, result.reason) == (2, "enough")
+        assert (result.guarantee.epsilon == pytest.approx(whole.guarantee.epsilon, rel=1e-6)) == as_planned
+        assert (ENDS_BY_RESULTS in result.guarantee.caveats) == as_planned
+
+
+def test_models_of_their_own_have_a_mean_if_they_began_alike(make_loop, tmp_path):
+    """Also in a run that was broken off, and not if they began differently."""
+
+    def initialise(self, state, view, noise=0.0):
+        models = state.models[:1].repeat(4, 1)
+        models[1:] += noise
+        return dataclasses.replace(state, models=models, model_of=(0, 1, 2, 3))
+
+    other = a_strategy(initialise=functools.partialmethod(initialise, noise=1.0))
+    alike = a_strategy(initialise=initialise)
+    assert make_loop(rounds=1, parts=[SizeWeighted(), other]).run().model is None
+    loop = break_off(make_loop(rounds=3, parts=[SizeWeighted(), alike]), 2)
+    result = make_loop(rounds=3, parts=[SizeWeighted(), alike], output_dir=loop.output_dir).run(resume=True)
+    assert result.model is not None and (loop.output_dir / "model.safetensors").exists()
 
 
 def test_weights_of_another_shape_or_sign_are_refused(make_loop):

@@ -28,7 +28,7 @@ from sites import (
 
 from dpfl_lightning.commands.node import main
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages.plan import LocalTraining
+from dpfl_lightning.federated.messages.jobs import LocalTraining
 from dpfl_lightning.federated.messages.query import FeatureSums
 from dpfl_lightning.federated.messages.requests import Train
 from dpfl_lightning.privacy.accounting.events import GaussianEvent

@@ -16,7 +16,7 @@ from dpfl_lightning.commands.plan import main as plan_command
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.messages.clients import LostClients
-from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.messages.query import SelectModel
 from dpfl_lightning.federated.messages.requests import Ask
 from dpfl_lightning.federated.server.strategy import Strategy

@@ -8,7 +8,7 @@ from hostile import UNFIT, changed, one_is
 from sites import a_question, a_request, accepting, charges, configured, nodes_of, over, planned, reply_in, with_lines
 
 from dpfl_lightning.errors import UserError, UserNotice
-from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.messages.query import FeatureSums, MeanLoss, SelectModel
 from dpfl_lightning.federated.messages.requests import Train
 from dpfl_lightning.models.augmentation import ClassAugmentation

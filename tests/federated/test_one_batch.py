@@ -15,7 +15,8 @@ from dpfl_lightning.federated.client.engines import engine, one_batch
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan
+from dpfl_lightning.federated.messages.jobs import ClassGradients, LocalTraining, ProximalTraining
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.requests import charged_requests
 from dpfl_lightning.federated.transport.threads import Threads
 from dpfl_lightning.privacy.mechanism import Gaussian
@@ -55,7 +56,9 @@ def groups(plan, module):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 def test_a_group_releases_what_its_clients_release_alone(job, dtype, tolerance, monkeypatch):
     anchors = torch.linspace(-1, 1, 83, dtype=dtype)[None]
-    plan = plan_of(job=job, anchors=anchors, anchor_of=(0,) * CLIENTS, pull=0.7)
+    if job.trains:
+        job = ProximalTraining(0.7, anchors, dict.fromkeys(range(CLIENTS), 0))
+    plan = plan_of(job=job)
     theirs = released(SerialEngine(), plan, dtype)
     monkeypatch.setattr(one_batch, "MOST_CLIENTS", 12)
     monkeypatch.setattr(SerialEngine, "release", None)  # all are in groups: nobody is trained in another way

@@ -219,8 +219,6 @@ def test_the_price_of_scores_is_in_the_plan(make_loop):
 class Early(Strategy):
     """Ends the run after three rounds."""
 
-    ends_by_results = True
-
     def stop(self, view):
         return "enough" if view.state.round == 3 else None
 

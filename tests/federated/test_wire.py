@@ -12,7 +12,7 @@ from sites import hello
 from dpfl_lightning import strategies
 from dpfl_lightning.federated.messages.evaluation import Evaluation, Score
 from dpfl_lightning.federated.messages.facts import ClientSettings
-from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining
+from dpfl_lightning.federated.messages.jobs import ClassGradients, LocalTraining
 from dpfl_lightning.federated.messages.query import MeanLoss, Query
 from dpfl_lightning.federated.messages.requests import Train
 from dpfl_lightning.models.augmentation import ClassAugmentation

@@ -266,7 +266,10 @@ def test_what_does_not_fit_is_refused(make_loop):
     ):
         with pytest.raises(UserError, match=words):
             few(make_loop, FeatureMeans(**QUICK), **{"rounds": 1, **options}).run()
-    for other, words in ((FedProx(), "must not hold fedprox beside feature_means"), (Distillation(), "exactly one")):
+    for other, words in (
+        (FedProx(), "got feature_means, for which clients release sums of features once, beside fedprox"),
+        (Distillation(), "exactly one"),
+    ):
         with pytest.raises(UserError, match=words):
             few(make_loop, FeatureMeans(**QUICK), other, rounds=1)
 

@@ -27,7 +27,7 @@ from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.client.module import LocalTask
-from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.papers.distillation.distillation import PURPOSE, Distillation
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger

@@ -262,7 +262,9 @@ def test_the_noise_floor_holds_for_both_kinds_of_noise(laplace):
 
 @pytest.mark.parametrize("name", ["fedprox", "mr_mtl"])
 def test_a_noise_floor_is_refused_beside_a_pull(name, make_loop):
-    with pytest.raises(UserError, match="makes updates shorter than their noise"):
+    with pytest.raises(
+        UserError, match=f"for one job .* got {name}, for which clients train with a proximal term, beside noise_floor"
+    ):
         make_loop(parts=strategies.build({"size_weighted": None, name: None, "noise_floor": None}))
 
 

@@ -72,10 +72,6 @@ def is_answerable(kind: type[Query]) -> bool:
     return kind in _ROWS or kind in _PLAIN_ANSWERS
 
 
-#: queries of which a person has one row, the mean of those of its records
-_OF_PERSONS = (SelectModel, MeanLoss, LowestLoss, ScoreCounts)
-
-
 def check_answerable(query: ChargedQuery, of_persons: bool = False) -> None:
     """Raise TypeError unless a function is registered for the type of the query itself.
 
@@ -84,7 +80,7 @@ def check_answerable(query: ChargedQuery, of_persons: bool = False) -> None:
     """
     kind, advice = type(query.question), "It sums what it computes of records."
     must = f"be record with the query {kind.__name__}"
-    require(not of_persons or kind in _OF_PERSONS, "privacy.unit", must, "person", advice)
+    require(not of_persons or kind.any_unit, "privacy.unit", must, "person", advice)
     for mechanism in query.mechanism_of.values():
         _computation(query, mechanism)
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.messages.facts import ClientSettings
-from dpfl_lightning.federated.messages.plan import ClassGradients, Job, LocalTraining, RoundPlan
+from dpfl_lightning.federated.messages.jobs import ClassGradients, Job, LocalTraining, ProximalTraining
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Query, event_of
 from dpfl_lightning.federated.messages.requests import Ask, Train
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -24,7 +25,7 @@ from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.stopping import check_starter
 from dpfl_lightning.runtime.text import at_most
 
-_KNOWN = {RoundPlan, Train, LocalTraining, ClassGradients, ClassAugmentation, *MECHANISMS, type(None)}
+_KNOWN = {RoundPlan, Train, LocalTraining, ProximalTraining, ClassGradients, ClassAugmentation, *MECHANISMS, type(None)}
 NameOf = Callable[[int], str]  # the name of a client, for messages
 _SHOWN = "shown"  # purpose of what is shown without noise, in the ledger
 _FOREIGN = (

@@ -29,7 +29,8 @@ from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Diagnostics, Evaluation
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.inbox import AnswerBox
-from dpfl_lightning.federated.messages.plan import ClassGradients, Job, RoundPlan
+from dpfl_lightning.federated.messages.jobs import Job
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.requests import Ask, Charged, Train
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -172,9 +173,9 @@ class LocalClients(RunLog):
         return plan
 
     def _require_job(self, job: Job) -> None:
-        by_class = self.population.rows_per_person is not None and isinstance(job, ClassGradients)
+        fits = self.population.rows_per_person is None or job.any_unit
         advice = "Rows of a person may have several classes."
-        require(not by_class, "privacy.unit", "be record with gradients of classes", "person", advice)
+        require(fits, "privacy.unit", f"be record where {job.does}", "person", advice)
 
     def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
         accepted, self._accepted = self._accepted, None

@@ -14,7 +14,7 @@ from dpfl_lightning.errors import UserError, in_one_line, require, warn_user
 from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings, on_one_vector
 from dpfl_lightning.federated.client.draws import fixed_rng
 from dpfl_lightning.federated.client.lightning_hooks import configured_by, is_lightning, overrides, unused
-from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.models import fixed
 from dpfl_lightning.models.model import Model, forward_chunk
 from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import Tensor
 
+from dpfl_lightning.federated.messages.jobs import Work
 from dpfl_lightning.privacy.accounting.events import NoisedEvent, NonPrivateEvent, Release
 from dpfl_lightning.privacy.mechanism import MECHANISMS, ExponentialMechanism, Mechanism
 
@@ -35,7 +36,7 @@ _KNOWN = (*MECHANISMS, ExponentialMechanism, NoMechanism)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Query:
+class Query(Work):
     """A question to some clients. `rows_of` and `plain_answer_of` of `federated.client.answers` register the answers.
 
     Args:
@@ -116,6 +117,7 @@ class SelectModel(Query):
     **Privacy** One selection of the client's `ExponentialMechanism`.
     """
 
+    any_unit: ClassVar[bool] = True
     models: Tensor
     loss_bound: float
     purpose: str = "select"
@@ -128,6 +130,7 @@ class LowestLoss(Query):
     **Privacy** None: the answer is a plain function of private records, and epsilon becomes infinite (`NoMechanism`).
     """
 
+    any_unit: ClassVar[bool] = True
     models: Tensor
     purpose: str = "select"
 
@@ -146,6 +149,7 @@ class MeanLoss(Query):
     **Privacy** One step of the client's mechanism.
     """
 
+    any_unit: ClassVar[bool] = True
     models: Tensor
     row_of: Mapping[int, int]
     loss_bound: float
@@ -165,6 +169,7 @@ class FeatureSums(Query):
     **Privacy** One step of the client's mechanism: a record has one label, and is in one of the sums.
     """
 
+    does: ClassVar[str] = "clients release sums of features once"
     replaces_update: ClassVar[bool] = True
     nets: Tensor
     num_classes: int
@@ -187,6 +192,7 @@ class ScoreCounts(Query):
     person, where these are protected, add 1 together.
     """
 
+    any_unit: ClassVar[bool] = True
     of_held_out: ClassVar[bool] = True
     models: Tensor
     row_of: Mapping[int, int]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dpfl_lightning.federated.messages.plan import Job, RoundPlan
+from dpfl_lightning.federated.messages.jobs import Job
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Query
 from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
 from dpfl_lightning.privacy.mechanism import Mechanism
@@ -77,24 +78,25 @@ class Charged:
 def train_requests(plan: RoundPlan, models: Tensor) -> list[Train]:
     """What a round's plan asks of each of its clients, given the server's models `[K, P]`; equal requests are one."""
     starts = models.unbind()
-    anchors = () if plan.anchors is None else plan.anchors.unbind()
-    anchor_of = plan.anchor_of or (0,) * len(plan.clients)
+    job = plan.job
+    asked = job.asked
+    anchors = (None,) * len(starts) if job.anchors is None else job.anchors.unbind()
+    anchor_of = plan.model_of if job.anchor_of is None else [job.anchor_of[client] for client in plan.clients]
     made: dict[tuple[object, ...], Train] = {}
     found = []
     for key in zip(plan.mechanism_of, plan.steps, plan.learning_rate_of, plan.model_of, anchor_of, strict=True):
         if (request := made.get(key)) is None:
             mechanism, steps, rate, model, anchor = key
-            pulled = anchors[anchor] if anchors else None
             request = Train(
                 plan.round,
                 plan.purpose,
                 mechanism,
                 steps,
-                plan.job,
+                asked,
                 rate,
                 starts[model],
-                pulled,
-                plan.pull,
+                anchors[anchor],
+                job.pull,
                 plan.optimizer,
             )
             made[key] = request

@@ -14,12 +14,12 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from dpfl_lightning.federated.messages.inbox import Inbox
-from dpfl_lightning.federated.messages.plan import ClassGradients, Job, RoundPlan
+from dpfl_lightning.federated.messages.jobs import Job
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.privacy.mechanism import Mechanism
 
 _BLOCK = 1 << 16  # numbers that are added at once on a CPU, so that intermediate results stay in the cache
 
-LARGEST = 1e6  # of a parameter or its change: clipped steps reach it only if something else grows without a bound
 _READ_AT_ONCE = frozenset({"cpu"})  # devices for whose results nothing waits
 
 
@@ -111,8 +111,7 @@ class ClientUpdates:
     def announced(cls, plan: RoundPlan) -> ClientUpdates:
         """The fields of the updates of a plan that are known before they arrive."""
         rows = zip(plan.mechanism_of, map(plan.independent_steps, plan.steps), plan.learning_rate_of, strict=True)
-        sums = isinstance(plan.job, ClassGradients)  # one step, without a learning rate
-        noise_std = tuple(m.noise_std(1, 1.0) if sums else m.noise_std(steps, rate) for m, steps, rate in rows)
+        noise_std = tuple(plan.job.noise_std(*row) for row in rows)
         return cls(plan.clients, plan.steps, noise_std, model_of=plan.model_of, mechanism_of=plan.mechanism_of)
 
     def without(self, lost: frozenset[int]) -> ClientUpdates:
@@ -150,16 +149,15 @@ class ClientUpdates:
 
 
 def is_sound(delta: Tensor, job: Job) -> Tensor:
-    """Whether all numbers of an update are finite, and none is beyond `LARGEST`, a truth value on its device."""
+    """Whether all numbers of a release are finite, and none is beyond `job.largest`, a truth value on its device."""
     size = torch.linalg.vector_norm(delta, math.inf)  # NaN if any number is
-    limit = math.inf if isinstance(job, ClassGradients) else LARGEST  # sums grow with the records
-    return (size <= limit) & size.isfinite()
+    return (size <= job.largest) & size.isfinite()
 
 
 class UpdateBuffer(Inbox):
     """Collects the updates of a round, or adds them up if `weights` `[K, C]` are known before training.
 
-    Updates that are not finite are dropped, and changes of parameters beyond `LARGEST`. The sum of a part has the rows
+    Updates that are not finite, or too large for their job, are dropped. The sum of a part has the rows
     `models` of the whole one.
     """
 
@@ -190,7 +188,7 @@ class UpdateBuffer(Inbox):
         self._absent.add(client)
 
     def part(self, clients: Sequence[int]) -> UpdateBuffer:
-        plan = dataclasses.replace(self.plan.only({*clients}.__contains__), anchors=None, anchor_of=())
+        plan = dataclasses.replace(self.plan.only({*clients}.__contains__), job=self.plan.job.asked)
         if self.total is None:
             return UpdateBuffer(plan)
         weights = self.total.weights[:, [self._row_of[client] for client in plan.clients]]

@@ -8,8 +8,9 @@ from torch import Tensor
 
 from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.facts import Facts
+from dpfl_lightning.federated.messages.jobs import LARGEST
 from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.federated.messages.update import LARGEST, ClientUpdates, WeightedSum
+from dpfl_lightning.federated.messages.update import ClientUpdates, WeightedSum
 from dpfl_lightning.federated.server.callback import answer_of
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View

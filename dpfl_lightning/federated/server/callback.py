@@ -6,7 +6,10 @@ from typing import Any
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.view import View
 
-_IN_A_ROUND = ("stop", "replan", "plan_round", "needs_updates", "weigh", "combine", "scale", "step", "after_step")
+_IN_A_ROUND = (
+    *("exhausted", "stop", "replan", "plan_round", "needs_updates"),
+    *("weigh", "combine", "scale", "step", "after_step"),
+)
 
 
 class Callback:

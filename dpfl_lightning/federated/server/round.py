@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError, require, warn_user
-from dpfl_lightning.federated.messages.plan import LocalTraining, RoundPlan
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server import aggregate
-from dpfl_lightning.federated.server.strategy import Strategy, fold, overrides, sole_answer
+from dpfl_lightning.federated.server.strategy import Strategy, check_job, fold, overrides, sole_answer
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.runtime.text import counted
 
@@ -53,6 +53,8 @@ class Round:
         """
         strategies, view, state = self.strategies, self.view, self.view.state
         plan = fold(strategies, "plan_round", plan, view)
+        if plan.clients:
+            check_job(strategies, plan.job)
         plan = _if_enough(dataclasses.replace(plan, fewest=max(plan.fewest, self.min_participants)))
         raw_weights, planned = self._weights_before_charge(plan), plan.clients  # None: single updates must be seen
         plan = _if_enough(self.accept(plan))  # charged: a crash never under-reports
@@ -61,7 +63,7 @@ class Round:
         if plan.clients != planned:  # some could not pay
             raw_weights = aggregate.raw_weights_from_facts(strategies, plan, view)
         updates = self.train(plan, state.models, raw_weights)
-        if view.module.personal and isinstance(plan.job, LocalTraining):
+        if view.module.personal and plan.job.trains:
             updates.erase(view.module.personal_mask)  # honest updates have zeros there
         arrived, raw_weights = aggregate.without_lost(plan, updates, raw_weights, view.facts)
         if not arrived.clients and not {*updates.absent}.issuperset(updates.lost):

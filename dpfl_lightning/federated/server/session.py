@@ -29,7 +29,7 @@ from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.federated.server.results import FORMAT, RoundReport, RunInfo, RunResult, RunTotals
 from dpfl_lightning.federated.server.round import Diverged, Round
 from dpfl_lightning.federated.server.settings import RunConfig, default_schedule, solved
-from dpfl_lightning.federated.server.strategy import Strategy, fold, sole_answer, strategy_digests
+from dpfl_lightning.federated.server.strategy import Strategy, clients_train, fold, sole_answer, strategy_digests
 from dpfl_lightning.federated.server.summary import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.traffic import Network, Traffic
 from dpfl_lightning.federated.server.view import ServerState, View
@@ -237,11 +237,15 @@ class RunSession:
         self.totals = RunTotals.start(len(self.config.settings))
         self._estimate_time(first_round=1)
         state = self._one_model()
-        self._remember(sole_answer(self.config.strategies, "initialise", state, self.view(state)) or state)
+        state = sole_answer(self.config.strategies, "initialise", state, self.view(state)) or state
+        own = len(state.models) > 1 and state.model_of == tuple(range(len(state.models)))
+        self._one_start = own and bool((state.models == state.models[:1]).all())
+        self._remember(state)
 
     def _restore(self, saved: dict[str, Any]) -> None:
         round = saved["round"]
         self.state = ServerState(saved["models"], tuple(saved["model_of"].tolist()), round)
+        self._one_start = saved["one_start"]
         for name, part in self._named_parts():
             if name in saved["callbacks"]:
                 part.load_state_dict(saved["callbacks"][name])
@@ -268,6 +272,7 @@ class RunSession:
             "models": state.models,
             "model_of": torch.from_numpy(np.array(state.model_of, dtype=np.int64)),
             "round": state.round,
+            "one_start": self._one_start,  # of models that each client has of its own: their mean is a model, too
             "callbacks": {name: part.state_dict() for name, part in self._named_parts()},
             "clients": self.clients.state_dict(),
             **self.totals.saved(),
@@ -296,7 +301,7 @@ class RunSession:
         guarantees = self._stated()
         final_models = self.final_models(self.state) if finished else None
         models = self.state.models if final_models is None else final_models.models
-        single = len(models) == 1 or any(strategy.one_start for strategy in self.config.strategies)
+        single = len(models) == 1 or self._one_start
         self.model.load(models.double().mean(dim=0).to(models) if single else self._initial)
         result = self._result(reason, interrupted, guarantees, final_models, single)
         if final_models is not None:
@@ -332,7 +337,9 @@ class RunSession:
         while self.state.round < self.last_round:
             check_signals()
             view = self.view(self.state)
-            reasons = [answer_of(strategy, "stop", view) for strategy in config.strategies]
+            reasons = [
+                answer_of(strategy, hook, view) for strategy in config.strategies for hook in ("exhausted", "stop")
+            ]
             if any(reasons):
                 return "; ".join(filter(None, reasons))
             notify(config.watching, "on_round_start", view)
@@ -420,9 +427,9 @@ class RunSession:
         )
 
     def _estimate_time(self, first_round: int) -> None:
-        """Say which rounds are left, and how long they take, unless a strategy's work has unknown length."""
+        """Say which rounds are left, and how long they take, unless the work is the server's, of unknown length."""
         config, clients, seconds = self.config, self.clients, math.nan
-        if not any(strategy.trains_on_server for strategy in config.strategies):
+        if clients_train(config.strategies):
             batch = round(median(client.batch_size for client in config.settings))
             records = sum(
                 event.steps * event.sample_rate * client.num_records

@@ -185,7 +185,7 @@ class RunConfig:
     @property
     def ends_by_results(self) -> bool:
         """Whether a strategy may end the run by its releases."""
-        return any(strategy.ends_by_results for strategy in self.strategies)
+        return any(overrides(strategy, "stop") for strategy in self.strategies)
 
     @property
     def watching(self) -> list[Callback]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from dpfl_lightning.config.typed import options_of, valid
 from dpfl_lightning.errors import UserError, nearest, require, require_one_of
 from dpfl_lightning.federated.messages.evaluation import ClientModels
+from dpfl_lightning.federated.messages.jobs import Job, Work
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -32,36 +33,19 @@ class Strategy:
 
     Attributes:
         role: what `weigh` returns: "base" (exactly one strategy of a run), "correction" or "mask" (multiplied with it),
-            or "route" (`[K, C]`, replaces `model_of` in the aggregation).
+            or "route" (`[K, C]`, replaces `model_of` in the aggregation). "selection" (at most one) is a correction
+            that limits how often each client trains.
         default_base: aggregation rule that is added to a run that names none.
         caveats: sentences that every guarantee of the run must contain.
-        trains_on_server: whether the server's work may take longer than the clients'. Then no time is estimated.
-        needs_training: whether the strategy requires local training.
-        counts_persons: whether it works with `privacy.unit: person`; False if clients release classes of records.
+        jobs: what clients may do beside the strategy, as classes of `Job` or `Query`; empty: anything.
         needs_noise_std: whether it reads `ClientUpdates.noise_std`, which is not known for every optimiser of clients.
-        selects: whether it limits how often each client trains. One strategy of a run may.
-        pulls: whether it pulls local steps to a model, so that updates may be shorter than their noise.
-        refuses_pull: whether it cannot stand beside a strategy that pulls.
-        before_pulls: whether it must be named before strategies that pull, because it changes which models are trained.
-        one_start: whether all models start from the same parameters, so that the mean of the clients' models is one.
-        ends_by_results: whether `stop` follows from releases. Guarantees then state all that was planned.
-        in_place_of_training: what clients do instead of local training, in words; empty: they train.
     """
 
     role: str = "correction"
     default_base: type[Strategy] | None = None
     caveats: tuple[str, ...] = ()
-    trains_on_server: bool = False
-    needs_training: bool = False
+    jobs: tuple[type[Work], ...] = ()
     needs_noise_std: bool = False
-    counts_persons: bool = True
-    selects: bool = False
-    pulls: bool = False
-    refuses_pull: bool = False
-    before_pulls: bool = False
-    one_start: bool = False
-    ends_by_results: bool = False
-    in_place_of_training: str = ""
 
     def __post_init__(self) -> None:
         """Check the options of a strategy that is a dataclass: the types and bounds of its fields. Raises UserError."""
@@ -148,7 +132,14 @@ class Strategy:
         return None
 
     def stop(self, view: View) -> str | None:
-        """The reason to end the run now, if there is one."""
+        """The reason to end the run now, if there is one. Guarantees of a run with this hook state all that is planned.
+
+        When a run ends may follow from its releases; if it follows from the plan alone, override `exhausted`.
+        """
+        return None
+
+    def exhausted(self, view: View) -> str | None:
+        """The reason why no later round can take place, by the plan and by what is paid for alone."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,6 +162,11 @@ _EXCLUSIVE = {
 }
 
 
+def _done(strategy: Strategy) -> str:
+    """Return what clients do beside a strategy, in words."""
+    return " or ".join(dict.fromkeys(job.does for job in strategy.jobs))
+
+
 def _way_out(given: object) -> str:
     """Return what to write instead of something that is no strategy and no callback."""
     if isinstance(given, str):
@@ -186,7 +182,7 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
         advice = _way_out(strategy) or "Pass callbacks as `callbacks`."
         require(isinstance(strategy, Strategy), "strategies", "hold instances of Strategy", strategy, advice)
         _check_names(strategy, HOOKS | _WATCHING if isinstance(strategy, Callback) else HOOKS)
-        require_one_of(("base", "correction", "mask", "route"), f"{kind}.role", strategy.role)
+        require_one_of(("base", "correction", "mask", "route", "selection"), f"{kind}.role", strategy.role)
         declared = overrides(strategy, "needs_updates") or not overrides(strategy, "combine")
         must = "be overridden by a strategy that overrides `combine`"
         require(declared, f"{kind}.needs_updates", must, "the default")
@@ -200,28 +196,20 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
             f"`strategies` must hold exactly one aggregation rule (size_weighted, uniform, ...), got "
             f"{' and '.join(bases) or 'none'}. Keep one; corrections and masks multiply onto it."
         )
-    selecting = " and ".join(strategy.config_name for strategy in strategies if strategy.selects)
+    selecting = " and ".join(strategy.config_name for strategy in strategies if strategy.role == "selection")
     must = "hold at most one strategy that limits how often clients train"
     require(" and " not in selecting, "strategies", must, selecting, "Remove one of them.")
-    for other, strategy in itertools.product(strategies, repeat=2):
-        if other.in_place_of_training and strategy.needs_training:
+    with_jobs = [strategy for strategy in strategies if strategy.jobs]
+    for first, second in itertools.combinations(with_jobs, 2):
+        if not {*first.jobs} & {*second.jobs}:
             raise UserError(
-                f"`strategies` must not hold {strategy.config_name} beside {other.config_name}, got both. The "
-                f"former is for local training; with the latter {other.in_place_of_training}. Remove one of them."
-            )
-        if other.refuses_pull and strategy.pulls:
-            raise UserError(
-                f"`strategies` must not hold {strategy.config_name} beside {other.config_name}, got both. The "
-                "former makes updates shorter than their noise, which the latter takes for false. Remove one of them."
+                f"`strategies` must hold strategies for one job of the clients, got {first.config_name}, for which "
+                f"{_done(first)}, beside {second.config_name}, for which {_done(second)}. Remove one of them."
             )
     for hook, does in _EXCLUSIVE.items():
         names = [strategy.config_name for strategy in strategies if overrides(strategy, hook)]
         must = f"hold at most one strategy that {does} (`{hook}`)"
         require(len(names) < 2, "strategies", must, " and ".join(names), "Remove one of them.")
-    for first, second in itertools.combinations(strategies, 2):
-        must = f"name {second.config_name} before strategies that pull to a model"
-        given = f"it after {first.config_name}"
-        require(not (first.pulls and second.before_pulls), "strategies", must, given, "Exchange them.")
     for part, same in itertools.combinations([*strategies, *callbacks], 2):
         must = "hold each object once, because it would act twice"
         require(part is not same, "strategies and callbacks", must, type(part).__name__)
@@ -241,6 +229,19 @@ def _check_names(part: Strategy | Callback, hooks: frozenset[str]) -> None:
 
 def overrides(strategy: Strategy, hook: str) -> bool:
     return getattr(type(strategy), hook) is not getattr(Strategy, hook)
+
+
+def clients_train(strategies: Sequence[Strategy]) -> bool:
+    """Whether clients train beside these strategies, and do not do other work."""
+    return all(not strategy.jobs or any(job.trains for job in strategy.jobs) for strategy in strategies)
+
+
+def check_job(strategies: Sequence[Strategy], job: Job) -> None:
+    """Raise UserError if a strategy does not work with the job of a round; without a proximal term it is the same."""
+    for strategy in strategies:
+        fits = not strategy.jobs or any(issubclass(kind, type(job)) for kind in strategy.jobs)
+        must = f"give a job with which {strategy.config_name} works: {_done(strategy)}"
+        require(fits, "plan_round", must, type(job).__name__, "Remove one of the strategies.")
 
 
 def fold(strategies: Sequence[Strategy], hook: str, value: T, *context: object) -> T:

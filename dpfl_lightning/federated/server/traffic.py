@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpfl_lightning.config.options import NetworkOptions
 from dpfl_lightning.config.per_client import resolve
-from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.models.model import Model
 
@@ -124,7 +124,7 @@ class Traffic:
         """Return how many numbers each client of the plan receives, and how many it sends."""
         model = self._model.num_params
         sizes = {name: p.numel() for name, p in self._model.named_trainable.items()}
-        release = plan.job.size(sizes) if isinstance(plan.job, ClassGradients) else model
-        anchor = 0 if plan.anchors is None else model
+        release = plan.job.size(sizes)
+        anchor = 0 if plan.job.anchors is None else model
         down = {client: anchor + (0 if client in self._have_all else model) for client in plan.clients}
         return down, release

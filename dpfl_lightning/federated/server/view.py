@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.messages.facts import Facts
-from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
+from dpfl_lightning.federated.messages.jobs import Job, LocalTraining
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, Query
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.results import RunInfo

@@ -9,6 +9,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from dpfl_lightning.algorithms.cohorts import larger_budgets
+from dpfl_lightning.federated.messages.jobs import TRAINING
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -41,7 +42,7 @@ class Pfa(EpsilonWeighted):
     components: Annotated[int, Interval(ge=1)] = 1
     top_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
 
-    needs_training = True
+    jobs = TRAINING
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return True

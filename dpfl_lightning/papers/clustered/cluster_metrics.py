@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from dpfl_lightning.federated.messages.jobs import TRAINING
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.summary import of_all
@@ -17,7 +18,7 @@ class GroupingStrategy(Strategy):
     A group is the clients that train one model, unless a subclass passes other groups to `_note`.
     """
 
-    needs_training = True
+    jobs = TRAINING
 
     _noted: tuple[int, Tensor] | None = None
 

@@ -108,7 +108,6 @@ class Clustered(GroupingStrategy):
     selection_epsilon: Positive | None = None
 
     role = "mask"
-    before_pulls = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

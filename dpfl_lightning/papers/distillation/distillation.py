@@ -38,7 +38,8 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.server_training import Training, public_generator, torch_seed, trained_on
 from dpfl_lightning.errors import require, warn_user
-from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
+from dpfl_lightning.federated.messages.jobs import ClassGradients
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState, View
@@ -123,9 +124,7 @@ class Distillation(SetStrategy):
     min_participants: Count = 5
 
     what = "synthetic images whose gradients match those of clients' records"
-    in_place_of_training = (
-        "clients send class gradients, a share `strategies.distillation.participation_fraction` of them in each round"
-    )
+    jobs = (ClassGradients,)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -216,7 +215,7 @@ class Distillation(SetStrategy):
         counts = [schedule.count_of(PURPOSE) for schedule in view.schedule.clients]
         return frozenset(client for client in self._cohort(view, round) if self._taken[client] < counts[client])
 
-    def stop(self, view: View) -> str | None:
+    def exhausted(self, view: View) -> str | None:
         fewest, left = self.min_participants, range(view.round, view.run.rounds + 1)
         if fewest == 1 or any(len(self._able(view, round)) >= fewest for round in left):  # mostly the first round
             return None

@@ -59,7 +59,7 @@ class FeatureMeans(SetStrategy):
     image_learning_rate: Annotated[float, Interval(gt=0, le=10)] = 0.1
 
     what = "synthetic images whose mean features in random models match those of clients' records"
-    in_place_of_training = "each client releases sums of features once"
+    jobs = (FeatureSums,)
 
     def __post_init__(self) -> None:
         super().__post_init__()

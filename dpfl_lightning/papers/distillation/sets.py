@@ -42,8 +42,6 @@ class SetStrategy(Strategy, Callback):
 
     what: ClassVar[str]
     role = "base"
-    trains_on_server = True
-    counts_persons = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -17,7 +17,7 @@ from dpfl_lightning.errors import UserError, warn_user
 from dpfl_lightning.federated.client.answers import check_answerable
 from dpfl_lightning.federated.client.evaluation import evaluate_own
 from dpfl_lightning.federated.client.local_clients import LocalClients
-from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining
+from dpfl_lightning.federated.messages.jobs import LARGEST, ClassGradients
 from dpfl_lightning.federated.messages.query import (
     ChargedQuery,
     FeatureSums,
@@ -28,7 +28,7 @@ from dpfl_lightning.federated.messages.query import (
     event_of,
 )
 from dpfl_lightning.federated.messages.requests import Ask, Evaluate, Train
-from dpfl_lightning.federated.messages.update import LARGEST, is_sound
+from dpfl_lightning.federated.messages.update import is_sound
 from dpfl_lightning.models.augmentation import NUMBERS, OPERATIONS
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
@@ -195,7 +195,7 @@ class Study:
         model = self._model(request.model, shape)
         anchor = None if request.anchor is None else self._model(request.anchor, shape)
         rate = request.learning_rate
-        if not isinstance(job, LocalTraining):
+        if isinstance(job, ClassGradients):
             self._check_class_gradients(job, event)
             named = [name for name in self.clients.module.named_trainable if name in (job.parameters or ())]
             some = 0 < len(named) < len(self.clients.module.named_trainable)

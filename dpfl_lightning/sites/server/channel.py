@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import LostClients
-from dpfl_lightning.federated.messages.plan import Job, LocalTraining
+from dpfl_lightning.federated.messages.jobs import Job
 from dpfl_lightning.federated.messages.requests import Ask, Evaluate, Train
 from dpfl_lightning.privacy.ledger.file import Head
 from dpfl_lightning.sites import signed, wire
@@ -100,10 +100,9 @@ class SiteChannel:
 
     def shape_of(self, job: Job) -> tuple[int, ...]:
         """Return the shape of a release."""
-        if isinstance(job, LocalTraining):
-            return (self._module.flat.numel(),)
-        sizes = {name: one.numel() for name, one in self._module.named_trainable.items()}
-        return (job.num_classes, job.size(sizes) // job.num_classes)
+        sizes = {name: parameter.numel() for name, parameter in self._module.named_trainable.items()}
+        size = job.size(sizes)
+        return (size,) if job.trains else (job.blocks, size // job.blocks)
 
     def close(self) -> None:
         for connection in self._connections:

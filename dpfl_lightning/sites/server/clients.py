@@ -151,7 +151,7 @@ class RemoteClients(RunLog):
         if plan.optimizer != self.channel.terms.plan.optimizer:
             raise RuntimeError("the optimiser of a round must be that of the accepted plan")
         inbox, models = UpdateBuffer(plan, raw_weights), models.cpu()
-        plan = plan if plan.anchors is None else dataclasses.replace(plan, anchors=plan.anchors.cpu())
+        plan = dataclasses.replace(plan, job=plan.job.to("cpu"))
         requests = dict(zip(plan.clients, train_requests(plan, models), strict=True))
         for client, value in self._ask_all(requests, plan.round, plan.purpose):
             if value is None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from annotated_types import Interval
 
+from dpfl_lightning.federated.messages.jobs import ProximalTraining
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
@@ -28,8 +29,7 @@ class FedProx(Strategy):
 
     pull: Annotated[float, Interval(ge=0, lt=math.inf)] = 0.01
 
-    needs_training = True
-    pulls = True
+    jobs = (ProximalTraining,)
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
-        return dataclasses.replace(plan, anchors=view.state.models, anchor_of=plan.model_of, pull=self.pull)
+        return dataclasses.replace(plan, job=ProximalTraining(self.pull, view.state.models))

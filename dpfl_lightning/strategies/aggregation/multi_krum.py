@@ -9,6 +9,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from dpfl_lightning.algorithms.update_geometry import double_columns, gram_of, squared_distances
+from dpfl_lightning.federated.messages.jobs import TRAINING
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -37,7 +38,7 @@ class MultiKrum(Strategy):
     share: Annotated[float, Interval(ge=0, lt=0.5)] = 0.2
 
     role = "mask"
-    needs_training = True
+    jobs = TRAINING
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         warn_if_none_is_left_out(self.config_name, self.share, view)

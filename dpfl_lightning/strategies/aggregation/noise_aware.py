@@ -21,6 +21,7 @@ from dpfl_lightning.algorithms.random_effects import (
 )
 from dpfl_lightning.algorithms.update_geometry import folded, gram_and_width
 from dpfl_lightning.errors import warn_user
+from dpfl_lightning.federated.messages.jobs import TRAINING
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
@@ -59,7 +60,7 @@ class NoiseAware(ClientDifferences):
     max_influence: Annotated[float, Interval(gt=0, le=1)] | None = None
 
     role = "base"
-    needs_training = True
+    jobs = TRAINING
     _advice = " The strategy mixed_effects, with a model for each client, may be more accurate."
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.update_geometry import double_columns
 from dpfl_lightning.errors import require, warn_user
+from dpfl_lightning.federated.messages.jobs import LocalTraining
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -45,9 +46,8 @@ class NoiseFloor(Strategy):
     false_alarm: Annotated[float, Interval(gt=0, lt=1)] = 1e-6
 
     role = "mask"
-    needs_training = True
+    jobs = (LocalTraining,)  # a proximal term makes updates shorter than their noise
     needs_noise_std = True
-    refuses_pull = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

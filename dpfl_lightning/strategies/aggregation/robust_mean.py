@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import warn_user
+from dpfl_lightning.federated.messages.jobs import TRAINING
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.strategy import Strategy
@@ -15,7 +16,7 @@ from dpfl_lightning.federated.server.view import View
 class RobustMean(Strategy):
     """Combines the updates of each model, those with a positive weight, by `_centre`, which subclasses define."""
 
-    needs_training = True
+    jobs = TRAINING
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return True

@@ -9,6 +9,7 @@ import torch
 from annotated_types import Interval
 from torch import Tensor
 
+from dpfl_lightning.federated.messages.jobs import TRAINING
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
 
@@ -31,7 +32,7 @@ class ServerMomentum(Strategy):
     momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.9
     learning_rate: Annotated[float, Interval(gt=0, lt=math.inf)] = 1.0
 
-    needs_training = True
+    jobs = TRAINING
 
     def __post_init__(self) -> None:
         super().__post_init__()

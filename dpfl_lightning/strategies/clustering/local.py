@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from dpfl_lightning.federated.messages.jobs import TRAINING
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
 
@@ -16,8 +17,7 @@ class Local(Strategy):
     Reference: "Local" in Malekmohammadi, Taik and Farnadi (2025); Liu, Hu, Wu and Smith (2022).
     """
 
-    needs_training = True
-    one_start = True
+    jobs = TRAINING
 
     def initialise(self, state: ServerState, view: View) -> ServerState:
         count = view.facts.num_clients

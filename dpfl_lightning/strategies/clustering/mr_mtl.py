@@ -7,6 +7,7 @@ from typing import Annotated
 
 from annotated_types import Interval
 
+from dpfl_lightning.federated.messages.jobs import ProximalTraining
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.clipping.reference import summing_dtype
@@ -32,9 +33,9 @@ class MrMtl(Local):
 
     pull: Annotated[float, Interval(ge=0, lt=math.inf)] = 1.0
 
-    pulls = True
+    jobs = (ProximalTraining,)
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         models = view.state.models
         mean = models.mean(dim=0, keepdim=True, dtype=summing_dtype(models)).to(models.dtype)
-        return dataclasses.replace(plan, anchors=mean, anchor_of=(0,) * len(plan.clients), pull=self.pull)
+        return dataclasses.replace(plan, job=ProximalTraining(self.pull, mean, dict.fromkeys(plan.clients, 0)))

@@ -29,8 +29,6 @@ class EarlyStopping(Strategy):
     metric: str = "loss"
     patience: Annotated[int, Interval(ge=1, le=1_000_000)] = 5
 
-    ends_by_results = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self._best: float | None = None

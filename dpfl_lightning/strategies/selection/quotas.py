@@ -15,6 +15,7 @@ from torch import Tensor
 from dpfl_lightning.algorithms.cohorts import larger_budgets, systematic
 from dpfl_lightning.algorithms.selection_estimates import jain_index
 from dpfl_lightning.errors import require, warn_user
+from dpfl_lightning.federated.messages.jobs import TRAINING
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -85,8 +86,8 @@ class QuotaSelection(Strategy, Callback):
     top_fraction: Annotated[float, Interval(gt=0, lt=1)] | None = None
 
     default_base = Uniform
-    needs_training = True
-    selects = True
+    jobs = TRAINING
+    role = "selection"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.binned_scores import binned_scores, edges_of
 from dpfl_lightning.errors import require
+from dpfl_lightning.federated.messages.jobs import TRAINING
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import ScoreCounts
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -48,7 +49,7 @@ class ReleasedScores(Strategy):
     every: Annotated[int, Interval(ge=1, le=1_000_000)] | None = None
     bins: Annotated[int, Interval(ge=4, le=200)] = 20
 
-    needs_training = True
+    jobs = TRAINING
 
     def __post_init__(self) -> None:
         super().__post_init__()

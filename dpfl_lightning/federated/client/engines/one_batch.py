@@ -12,7 +12,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.engine import count_outcomes, may_share
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule, dp_step
-from dpfl_lightning.federated.messages.plan import ClassGradients, Job
+from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.messages.requests import Charged, Train
 from dpfl_lightning.privacy.clipping.inputs import joined
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
@@ -40,7 +40,7 @@ def _key(charged: Charged, module: ClientModule) -> tuple[object, ...]:
     request = charged.request
     if not isinstance(request, Train) or not may_share(module, request.mechanism, request.steps, request.optimizer):
         return ("alone", charged.client)
-    most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * _rows_of_sums(request.job))))
+    most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * request.job.blocks)))
     mechanism = request.mechanism
     return charged.client // most, id(request.model), mechanism.clip_norm, mechanism.clip_order
 
@@ -74,7 +74,7 @@ def of_a_batch(engine: SerialEngine, batch: Sequence[Charged]) -> list[Tensor]:
     tasks, starts, drawn = zip(*map(engine.local_task, clients, requests, numbers), strict=True)
     xs, ys = zip(*(batches[0] for batches in drawn), strict=True)
     job = requests[0].job
-    x, y, num_rows = joined(xs), torch.cat(ys), _rows_of_sums(job)
+    x, y, num_rows = joined(xs), torch.cat(ys), job.blocks
     owner = torch.repeat_interleave(torch.arange(len(clients)), torch.tensor([len(labels) for labels in ys]))
     owner = sent(owner, y.device)
     params = engine.module.unflatten(starts[0])
@@ -101,8 +101,3 @@ def of_a_batch(engine: SerialEngine, batch: Sequence[Charged]) -> list[Tensor]:
     of_client = counts.new_zeros(len(clients), counts.shape[1]).index_add_(0, owner, counts)
     engine.clients.count_gradients(clients, of_client)
     return released
-
-
-def _rows_of_sums(job: Job) -> int:
-    """G: rows of one client's sums, one or one for each class."""
-    return job.num_classes if isinstance(job, ClassGradients) else 1

@@ -19,7 +19,7 @@ from dpfl_lightning.federated.client.dummy_data import dummy_units
 from dpfl_lightning.federated.client.engines.engine import Batch, count_outcomes, may_share
 from dpfl_lightning.federated.client.evaluation import outputs_of
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
-from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.messages.query import ChargedQuery
 from dpfl_lightning.federated.messages.requests import Charged, Train
 from dpfl_lightning.privacy.clipping.checked import CheckedSum, vmap_or_loop
