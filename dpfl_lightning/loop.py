@@ -31,6 +31,7 @@ from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.federated.server.results import RunResult
+from dpfl_lightning.federated.server.run import read_result
 from dpfl_lightning.federated.server.session import RunSession
 from dpfl_lightning.federated.server.settings import RunConfig, client_settings, reported_epsilons
 from dpfl_lightning.federated.server.strategy import Strategy, overrides, register
@@ -43,7 +44,6 @@ from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, EXACT_T
 from dpfl_lightning.privacy.ledger.ledger import check_same
 from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.guarantee_page import GuaranteePage
-from dpfl_lightning.reporting.run_files import read_result
 from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 

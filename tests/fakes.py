@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -12,7 +13,9 @@ from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import UpdateBuffer
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.results import RoundReport, RunInfo, RunResult
+from dpfl_lightning.federated.server.curves import of_round
+from dpfl_lightning.federated.server.results import PlannedClients, RoundReport, RunInfo, RunResult
+from dpfl_lightning.federated.server.run import assumptions
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
@@ -25,23 +28,26 @@ from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 FRAME = {"sampling": "Poisson sampling", "accountant": "RDP (Opacus, orders 1.1 to 1024)"}
 
 
-def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 1.25, **info) -> View:
+def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 1.25, budgets=None, **info) -> View:
     """Client i: 100 + i records, batch 10, budget i + 1 (infinite without noise), delta 1e-3."""
     records = tuple(100 + client for client in range(num_clients))
-    budgets = tuple(client + 1.0 if noise else math.inf for client in range(num_clients))
+    budgets = budgets or tuple(client + 1.0 if noise else math.inf for client in range(num_clients))
     schedules = tuple(
         ClientSchedule(budget, 1e-3, (Planned("train", GaussianEvent(10 / size, noise, math.ceil(size / 10)), rounds),))
         for budget, size in zip(budgets, records, strict=True)
     )
+    facts = Facts(num_records=records, num_classes=10, input_shape=(4,))
+    settings = [SimpleNamespace(epsilon=budget) for budget in budgets]
+    clients = PlannedClients.of(facts, settings, schedules)
     usual = {
-        **{"output_dir": folder, "rounds": rounds, "first_round": 1, "num_params": 1234, "budgets": budgets},
+        **{"output_dir": folder, "rounds": rounds, "first_round": 1, "num_params": 1234, "clients": clients},
         **{"estimated_seconds": 200.0, "exact_times": True, "engine": "serial", "device": "cpu", "sampling": "poisson"},
         **{"accountant": get_accountant("rdp"), "noise": "keyed, not cryptographic", "options": {}},
     }
-    return View(
+    view = View(
         round=1,
         state=ServerState(torch.zeros(1, 2), (0,) * num_clients),
-        facts=Facts(num_records=records, num_classes=10, input_shape=(4,)),
+        facts=facts,
         module=ClientModule(nn.Linear(4, 10)),
         schedule=RunSchedule(schedules, rounds),
         run=RunInfo(**{**usual, **info}),
@@ -54,6 +60,7 @@ def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 
         solve=None,
         used=None,
     )
+    return dataclasses.replace(view, run=dataclasses.replace(view.run, assumptions=assumptions(view)))
 
 
 def a_report(view: View, round: int, **changed) -> RoundReport:
@@ -66,12 +73,13 @@ def a_report(view: View, round: int, **changed) -> RoundReport:
         "records": 1000,
         "clients": clients,
         "weights": torch.ones(1, len(clients)),
-        "epsilon_spent": tuple(budget * round / 10 for budget in view.run.budgets),
+        "epsilon_spent": tuple(budget * round / 10 for budget in view.run.clients.budget),
         "test_accuracy": round / 20,
         "test_loss": 1 / round,
         "client_accuracy": tuple(round / 20 + client / 1000 for client in clients),
     }
-    return RoundReport(**{**usual, **changed})
+    report = RoundReport(**{**usual, **changed})
+    return dataclasses.replace(report, curves=of_round(report, view.facts))
 
 
 def a_result(view: View, **changed) -> RunResult:
@@ -92,7 +100,7 @@ def a_result(view: View, **changed) -> RunResult:
             "steps": 100,
             "accuracy": 0.5 + client / 1000,
         }
-        for client, budget in enumerate(view.run.budgets)
+        for client, budget in enumerate(view.run.clients.budget)
     )
     usual = {
         "output_dir": str(view.run.output_dir),

@@ -54,7 +54,7 @@ ONLY_IN = {
     "PIL": {"data.pixels"},
     "cryptography": {"privacy.noise", "sites.receipt"},
     "pooch": {"data.sources", "runtime.files"},
-    "rich": {"reporting.progress"},
+    "rich": {"reporting.progress", "reporting.terminal"},
     "torchmetrics": {
         "federated.client.metrics",
         "federated.client.lightning_hooks",

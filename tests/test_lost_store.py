@@ -19,9 +19,10 @@ from test_tracking import end, end_round, start
 
 from dpfl_lightning.commands.sync import main as sync_command
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.server.curves import of_round
 from dpfl_lightning.privacy.ledger.file import Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger
-from dpfl_lightning.reporting.curves import Curves, of_round
+from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.mlflow import Store, Tracking, sync
 from dpfl_lightning.runtime.files import write_json, write_text
 

@@ -14,9 +14,10 @@ from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server import history
+from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
 from dpfl_lightning.reporting import curves, report_page
-from dpfl_lightning.reporting.run_files import RunGroup, read, read_run
+from dpfl_lightning.reporting.run_files import RunGroup, read
 
 EVIL = "<script>alert(1)</script>"
 SEEDS = {"epsilon": 4.0, "delta": 1e-3, **FRAME, "clients": 3, "unbounded": 0}
@@ -175,7 +176,7 @@ def test_a_real_run_is_verified_and_its_seeds_are_nested_in_mlflow(tmp_path, mon
     options, _ = load(arguments)
     summary = fit_seeds(options, [0, 1])
     group = read(tmp_path / "seeds")
-    assert isinstance(group, RunGroup) and len(group.runs) == 2 and len(read_run(group.runs[0].folder).rounds) == 2
+    assert isinstance(group, RunGroup) and len(group.runs) == 2 and len(Run.read(group.runs[0].folder).rounds) == 2
     page = report([tmp_path / "seeds", tmp_path / "seeds" / "seed_0"])
     assert "not verified" not in page and words(page).count("The ledger is verified.") == 2
     client = MlflowClient(uri)

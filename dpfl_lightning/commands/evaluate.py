@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(report))
         return 0
     from dpfl_lightning.federated.server.scores import Column, in_words, remarks, score_columns
-    from dpfl_lightning.reporting.progress import print_table
+    from dpfl_lightning.reporting.terminal import print_table
 
     print("\n".join([in_words(report) or "There is nothing to evaluate.", *remarks([report])]))
     if scores := score_columns([[row] for row in report["clients"]]):
@@ -71,10 +71,10 @@ def evaluate_run(options: Options, run: Path) -> dict:
     from dpfl_lightning.federated.client.identity import module_digest
     from dpfl_lightning.federated.messages.evaluation import ClientModels
     from dpfl_lightning.federated.server.folder import RunFolder
+    from dpfl_lightning.federated.server.run import read_result
     from dpfl_lightning.models.model import has_frozen, load_trained
     from dpfl_lightning.privacy.accounting.accountant import finite_or_none
     from dpfl_lightning.privacy.noise import Streams
-    from dpfl_lightning.reporting.run_files import read_result
     from dpfl_lightning.runtime.files import SUFFIX
 
     result, advice = read_result(run), f"Finish it with {invocation('fit')} --resume {run}."

@@ -158,7 +158,7 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
     from dpfl_lightning.federated.server.scores import remarks, seed_rows, stated
     from dpfl_lightning.federated.transport.ranks import Ranks
     from dpfl_lightning.loop import so_far
-    from dpfl_lightning.reporting.progress import print_rows
+    from dpfl_lightning.reporting.terminal import print_rows
 
     ranks = Ranks(options.engine.device)
     parent = Path(str(options.output_dir))

@@ -13,10 +13,14 @@ from dpfl_lightning.runtime.files import write_text
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `report` with command-line arguments, and return its exit status."""
     description = "Write one HTML file, which works offline, about runs, seeds and searches."
-    examples = ["runs/digits", "runs/uniform runs/noise_aware --output comparison.html"]
-    parser = CommandParser("report", description, "RUN... [--output FILE]", examples)
+    examples = ["runs/digits", "runs/uniform runs/noise_aware --output comparison.html", "runs/digits --text"]
+    parser = CommandParser("report", description, "RUN... [--output FILE | --text]", examples)
     _flags(parser)
     options = parser.parse_args(argv)
+    folders = [Path(run) for run in options.runs]
+    if options.text:
+        _print(folders)
+        return 0
     output = Path(options.output)
     require(
         output.parent.is_dir() and (output.is_file() or not output.exists()),
@@ -24,8 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "be a file in a folder that exists",
         str(output),
     )
-    page = report([Path(run) for run in options.runs])
-    write_text(output, page)
+    write_text(output, report(folders))
     print(f"{output}: open it in a browser")
     return 0
 
@@ -34,6 +37,26 @@ def _flags(parser: argparse.ArgumentParser) -> None:
     runs = "folder of a run (finished or not), of seeds or of a search"
     parser.add_argument("runs", metavar="RUN", nargs="+", help=runs)
     parser.add_argument("--output", metavar="FILE", default="report.html", help="file to write (report.html)")
+    text = "write no file, and print how each run ended, as `fit` did"
+    parser.add_argument("--text", action="store_true", help=text)
+
+
+def _print(folders: Sequence[Path]) -> None:
+    """Print how each run ended. Raises UserError if a folder holds none."""
+    from dpfl_lightning.federated.server.run import Run
+    from dpfl_lightning.reporting.run_files import RunGroup, read
+    from dpfl_lightning.reporting.terminal import print_ended
+
+    runs: list[Run] = []
+    for folder in folders:
+        part = read(folder)
+        must = "be the folder of a run, or of its seeds, with --text"
+        require(isinstance(part, RunGroup), "RUN", must, str(folder), "Leave out --text.")
+        assert isinstance(part, RunGroup)  # for mypy
+        runs += part.runs
+    for run in runs:
+        print(run.folder)
+        print_ended(run)
 
 
 def report(folders: Sequence[Path]) -> str:

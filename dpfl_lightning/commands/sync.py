@@ -28,13 +28,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _sync(run: Path, experiment: str | None, uri: str | None) -> int:
     """Send a run to the store that is named, or else to its own."""
+    from dpfl_lightning.federated.server.run import FILE, read_about
     from dpfl_lightning.privacy.ledger.ledger import read_ledger
-    from dpfl_lightning.reporting import description
     from dpfl_lightning.reporting.mlflow import Store, reported, sync
 
     advice = "For several seeds, name the folder of each, such as RUN/seed_0."
-    require((run / description.FILE).is_file(), "RUN", "be the folder of a run that has begun", str(run), advice)
-    ledger, section = run / "ledger.jsonl", description.read(run).get("tracking", {})
+    require((run / FILE).is_file(), "RUN", "be the folder of a run that has begun", str(run), advice)
+    ledger, section = run / "ledger.jsonl", read_about(run).get("tracking", {})
     require(not is_locked(ledger), "RUN", "be a run that has ended", str(run), "It sends its curves.")
     if ledger.is_file():
         read_ledger(ledger)  # a changed one must not replace the copy that MLflow keeps

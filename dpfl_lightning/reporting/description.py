@@ -8,23 +8,18 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import dpfl_lightning
 from dpfl_lightning.config.options import changed_options
 from dpfl_lightning.config.public import published, published_command, published_data
-from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.errors import shortened
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.server.results import RunInfo, RunResult
 from dpfl_lightning.federated.server.scores import bound, in_words, remarks, stated
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, RunGuarantee
-from dpfl_lightning.runtime.files import write_json
 from dpfl_lightning.runtime.text import at_most, counted, flattened, span
-
-FILE, FORMAT = "run.json", 1
 
 #: parameters of every run; others are shown where they differ from their defaults
 _ALWAYS = (
@@ -41,27 +36,12 @@ _ALWAYS = (
 )
 _NEVER = ("tracking", "output_dir", "privacy.epsilon")  # said by epsilon, or not compared
 _LONGEST = 250  # characters of a parameter
-NO_PRIVACY = "no privacy: clients send updates without noise, and no epsilon bounds what they reveal"
-
-
-def write(folder: Path, content: Mapping[str, Any]) -> None:
-    write_json(folder / FILE, {"format": FORMAT, **content})
-
-
-def read(folder: Path) -> dict[str, Any]:
-    """Return the content of the `run.json` of a folder. Raises UserError if it cannot be read."""
-    return read_json(folder / FILE, format=FORMAT)
-
-
-def change(folder: Path, **changed: Any) -> None:
-    """Replace entries of the `run.json` of a folder."""
-    write(folder, {**read(folder), **changed})
 
 
 def about(view: View) -> dict[str, Any]:
-    """Return the content of `run.json` at the start of a run. It has no secret and no private value."""
+    """Return what `run.json` says beside the `RunInfo` at the start of a run: no secret and no private value."""
     run, options = view.run, view.run.options or _options_of(view)
-    budgets = run.budgets if view.schedule.has_noise else ()
+    budgets = run.clients.budget if run.clients is not None and run.has_noise else ()
     more = {
         "epsilon": epsilon_span(budgets),
         "clients.count": view.facts.num_clients,
@@ -70,10 +50,8 @@ def about(view: View) -> dict[str, Any]:
     return {
         "name": run_name(run.strategies, budgets, options),
         "params": params(options, more),
-        "tags": {**_place(view), **assumptions(view), **program()},
-        "notes": run.strategy_notes,
+        "tags": {**_place(view), **run.assumptions, **program()},
         "datasets": {context: dataset(view.facts, run, context) for context in _contexts(view.facts)},
-        "exact_times": run.exact_times,
         "ended": None,
     }
 
@@ -93,24 +71,6 @@ def _options_of(view: View) -> dict[str, Any]:
 def _place(view: View) -> dict[str, str]:
     run = view.run
     return {"engine": run.engine, "device": run.device, "dpfl_lightning": dpfl_lightning.__version__, "task": run.task}
-
-
-def assumptions(view: View) -> dict[str, str]:
-    """Return what every epsilon of the run assumes, by name; without a bound on what is released `guarantee` alone."""
-    if not view.schedule.has_noise:
-        return {"guarantee": NO_PRIVACY}
-    guarantee = view.expected_guarantee()
-    if guarantee.unprotected:
-        return {"guarantee": guarantee.words()}
-    return {
-        "unit": guarantee.unit,
-        "adjacency": guarantee.adjacency,
-        "sampling": guarantee.sampling,
-        "accountant": guarantee.accountant,
-        "delta": span((schedule.delta for schedule in view.schedule.clients), at_most),
-        "noise": view.run.noise,
-        **({"caveats": "; ".join(guarantee.caveats)} if guarantee.caveats else {}),
-    }
 
 
 def run_name(strategies: Iterable[str], budgets: Sequence[float], options: Mapping[str, Any]) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+from dpfl_lightning.federated.server.curves import MOST_CLIENTS
 from dpfl_lightning.federated.server.history import Round
 from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
 from dpfl_lightning.federated.server.summary import smallest
-from dpfl_lightning.reporting.curves import MOST_CLIENTS, history
+from dpfl_lightning.reporting.curves import history
 from dpfl_lightning.runtime.text import counted
 
 _MARKERS = "osD^vP*X<>hp"

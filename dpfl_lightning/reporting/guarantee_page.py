@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
 import dpfl_lightning
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.results import RunInfo, RunResult
+from dpfl_lightning.federated.server.results import RunResult
+from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.federated.server.scores import Column, bound, in_words, number, remarks, rows_of, summarised
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
@@ -33,27 +33,27 @@ class GuaranteePage(Callback):
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         if result.finished:
-            page = guarantee_page(result, view.guarantees(), view.run)
-            path = view.run.output_dir / "guarantee.html"
-            write_text(path, page)
+            write_text(view.run.output_dir / "guarantee.html", guarantee_page(Run.ended(view, result)))
 
 
-def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunInfo) -> str:
+def guarantee_page(run: Run) -> str:
     """Return the page of a finished run as HTML text. It loads nothing, runs no scripts, and escapes every value.
 
     **Privacy** Shows the content of `result.json` and `guarantees.json`. Accuracies are on held-out records.
     """
+    result, guarantees = run.result, run.guarantees
+    assert result is not None, "the run has finished"
     order = sorted(range(len(guarantees)), key=lambda client: (-guarantees[client].epsilon, client))
     weakest, first = guarantees[order[0]], result.clients[order[0]]
     columns = _columns(result, guarantees)
     rows, several = rows_of(columns), len(guarantees) > 1
-    place = Path(result.output_dir)
+    place = run.folder
     folder, finite = shlex.quote(place.name if place.is_absolute() else str(place)), math.isfinite(weakest.epsilon)
     versions = [f"dpfl_lightning {dpfl_lightning.__version__}", f"Python {platform.python_version()}"]
     return _TEMPLATES.get_template("guarantee_page.html").render(
-        name=Path(result.output_dir).name,
+        name=place.name,
         result=result,
-        run=run,
+        run=run.info,
         guarantees=guarantees,
         warning=_warning(guarantees, weakest),
         weakest=weakest,

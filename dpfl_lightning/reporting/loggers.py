@@ -8,8 +8,9 @@ from dpfl_lightning.errors import UserError, warn_user
 from dpfl_lightning.federated.server import history
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.run import read_about
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.reporting import curves, description
+from dpfl_lightning.reporting import curves
 
 
 class Loggers(Callback):
@@ -28,7 +29,7 @@ class Loggers(Callback):
     def on_fit_start(self, view: View) -> None:
         if self._loggers and not view.run.exact_times:
             warn_user("`tracking.loggers` may record the exact times of rounds, which MLflow gets rounded")
-        params = description.read(view.run.output_dir)["params"]
+        params = read_about(view.run.output_dir)["params"]
         for logger in self._loggers:
             try:
                 logger.log_hyperparams(params)
@@ -38,7 +39,7 @@ class Loggers(Callback):
         self._log(history.read(view.run.output_dir / history.FILE))
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
-        self._log([curves.of_round(report, view.facts)])
+        self._log([report.curves])
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         if result.finished:  # the last round now has the result and the guaranteed epsilon

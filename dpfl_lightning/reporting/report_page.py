@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 from plotly.offline import get_plotlyjs
 
+from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.federated.server.scores import (
     Rows,
     aligned,
@@ -31,7 +32,7 @@ from dpfl_lightning.federated.server.scores import (
 )
 from dpfl_lightning.reporting.curves import history, over_seeds
 from dpfl_lightning.reporting.figures import figures
-from dpfl_lightning.reporting.run_files import RunFiles, RunGroup, Search
+from dpfl_lightning.reporting.run_files import RunGroup, Search, curves_of, scored
 from dpfl_lightning.runtime.text import at_most, counted, distinct
 
 _COLOURS = (
@@ -97,7 +98,7 @@ def _run(name: str, group: RunGroup, ledgers: Mapping[str, str]) -> dict[str, An
 
 
 def _seeds(group: RunGroup, results: Sequence[Mapping[str, Any]]) -> Rows:
-    seeds = [run.options.get("seed", "") for run in group.runs if run.result is not None]
+    seeds = [run.info.options.get("seed", "") for run in group.runs if run.result is not None]
     return seed_rows(seeds, results, _epsilon(group, results))
 
 
@@ -109,18 +110,18 @@ def _badges(group: RunGroup) -> list[str]:
     return [
         *(["unfinished"] if len(results) < len(group.runs) else []),
         *(["simulated: nobody is protected"] if simulated else []),
-        *(["no privacy"] if _privacy(first) is None and first.options else []),
+        *(["no privacy"] if _privacy(first) is None and first.info.options else []),
         *(["epsilon without a bound"] if unbounded and _privacy(first) is not None else []),
     ]
 
 
-def _privacy(run: RunFiles) -> Mapping[str, Any] | None:
-    return run.options.get("privacy")
+def _privacy(run: Run) -> Mapping[str, Any] | None:
+    return run.info.options.get("privacy")
 
 
 def _summaries(names: Sequence[str], groups: Sequence[RunGroup], ledgers: Mapping[str, str]) -> Rows:
     """Return one row for each group; the columns of scores stand together."""
-    scores = [score_cells([run.scored for run in group.runs]) for group in groups]
+    scores = [score_cells([scored(run) for run in group.runs]) for group in groups]
     titles = list(dict.fromkeys(title for cells in scores for title in cells))
     every = [{title: cells.get(title, "") for title in titles} for cells in scores]
     rows = zip(names, groups, every, strict=True)
@@ -132,9 +133,7 @@ def _summary(name: str, group: RunGroup, scores: Mapping[str, str], ledgers: Map
     done = [run.rounds[-1].round if run.rounds else 0 for run in group.runs]
     seeds = f"{len(results)} of {len(group.runs) + group.missing} seeds finished" if len(group.runs) > 1 else ""
     seeds += f", {counted(group.missing, 'folder')} missing" if group.missing else ""
-    state = seeds or (
-        "finished" if results else f"unfinished after {done[0]} of {group.runs[0].options.get('rounds', '?')} rounds"
-    )
+    state = seeds or ("finished" if results else f"unfinished after {done[0]} of {group.runs[0].info.rounds} rounds")
     verified = sum(ledgers[str(run.folder)] == "verified" for run in group.runs)
     worst_of = [(name, worst(name, values)) for name, values in map(main_scores, results) if values]
     score = worst_of[0][0] if worst_of else ""
@@ -160,7 +159,7 @@ def _all_runs(group: RunGroup) -> str:
     return f"{bound(together.epsilon)}{limit} at delta {at_most(together.delta)}"
 
 
-def _last(run: RunFiles, name: str) -> float | None:
+def _last(run: Run, name: str) -> float | None:
     return next(reversed(history(run.rounds, name).values()), None)
 
 
@@ -211,10 +210,10 @@ def _fairness(names: Sequence[str], groups: Sequence[RunGroup]) -> Rows:
     return aligned(rows)
 
 
-def _confusion(run: RunFiles) -> Rows:
+def _confusion(run: Run) -> Rows:
     """Return a row for each label, with the number of test records for each prediction."""
     counts = [] if run.result is None else run.result.test_tables.get("confusion", [])
-    given = ((run.options.get("data") or {}).get("init_args") or {}).get("classes") or ()
+    given = ((run.info.options.get("data") or {}).get("init_args") or {}).get("classes") or ()
     names = list(map(str, given if len(given) == len(counts) else range(len(counts))))
     of_labels = zip(names, counts, strict=True)
     return [
@@ -223,7 +222,7 @@ def _confusion(run: RunFiles) -> Rows:
     ]
 
 
-def _figures(run: RunFiles) -> dict[str, str]:
+def _figures(run: Run) -> dict[str, str]:
     """Return title -> PNG as base64, of the figures of a finished run."""
     if run.result is None:
         return {}
@@ -242,7 +241,7 @@ def _charts(names: Sequence[str], groups: Sequence[RunGroup]) -> list[dict[str, 
     """Return curves of test scores over rounds, and of main scores over epsilon and of each client over its epsilon."""
     epsilons = {"largest epsilon spent by a client": "train_epsilon_max", "mean epsilon": "train_epsilon_mean"}
     numbered = [(html.escape(name, quote=False), group) for name, group in zip(names, groups, strict=True)]
-    curves = [run.score_curves for group in groups for run in group.runs]
+    curves = [curves_of(run) for group in groups for run in group.runs]
     main = dict.fromkeys(pair for one in curves for pair in list(one.items())[:1])
     charts = []
     for score, curve in dict.fromkeys([*main, *(pair for one in curves for pair in one.items())]):

@@ -1,64 +1,18 @@
-"""Reads finished and unfinished runs, and searches, from their files, for reports."""
+"""Reads finished and unfinished runs, seeds and searches from their folders, for reports."""
 
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dpfl_lightning.config.reading import expecting, read_json, read_text
-from dpfl_lightning.config.yaml_text import parse_yaml
-from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.server.history import FILE as HISTORY
-from dpfl_lightning.federated.server.history import Round
-from dpfl_lightning.federated.server.history import read as read_rounds
-from dpfl_lightning.federated.server.results import FORMAT, RunResult
+from dpfl_lightning.config.reading import expecting, read_json
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.server.results import FORMAT, RESULT
+from dpfl_lightning.federated.server.run import FILE, Run
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
-from dpfl_lightning.reporting import description
 from dpfl_lightning.reporting.curves import history, score_curves
 
-# of a client in a result
-_KEYS_OF_CLIENT = (
-    "client",
-    "name",
-    "num_records",
-    "batch_size",
-    "noise_multiplier",
-    "epsilon_spent",
-    "epsilon_budget",
-    "delta",
-    "accuracy",
-    "model",
-)
-
 Built = TypeVar("Built")
-
-
-@dataclass(frozen=True)
-class RunFiles:
-    """A run: its options, its `run.json`, its rounds so far, and its result (None while it is unfinished)."""
-
-    folder: Path
-    options: Mapping[str, Any]
-    about: Mapping[str, Any]
-    rounds: list[Round]
-    result: RunResult | None
-
-    @property
-    def score_curves(self) -> dict[str, str]:
-        return score_curves(name for one in self.rounds for name, value in one.values.items() if value is not None)
-
-    @property
-    def scored(self) -> Mapping[str, Any]:
-        """The result, or the latest scores if it is not finished."""
-        if self.result is not None:
-            return vars(self.result)
-        curves = self.score_curves
-        known = {score: [*history(self.rounds, curve).values()] for score, curve in curves.items()}
-        latest = {score: values[-1] for score, values in known.items() if values}
-        test_set = any(curve.startswith("test_") for curve in curves.values())
-        loss = {"test_loss": latest.pop("loss", None)}
-        return {**loss, "test_metrics": latest, "test_set": test_set, "clients": ()}
 
 
 @dataclass(frozen=True)
@@ -69,7 +23,7 @@ class RunGroup:
     """
 
     name: str
-    runs: tuple[RunFiles, ...]
+    runs: tuple[Run, ...]
     guarantee: RunGuarantee | None
     missing: int = 0
 
@@ -77,6 +31,23 @@ class RunGroup:
     def results(self) -> list[Mapping[str, Any]]:
         """The content of the results of finished runs."""
         return [vars(run.result) for run in self.runs if run.result is not None]
+
+
+def curves_of(run: Run) -> dict[str, str]:
+    """Return score -> its curve, of those that the run has measured; see `score_curves`."""
+    return score_curves(name for one in run.rounds for name, value in one.values.items() if value is not None)
+
+
+def scored(run: Run) -> Mapping[str, Any]:
+    """Return the result of a run, or its latest scores if it is not finished."""
+    if run.result is not None:
+        return vars(run.result)
+    curves = curves_of(run)
+    known = {score: [*history(run.rounds, curve).values()] for score, curve in curves.items()}
+    latest = {score: values[-1] for score, values in known.items() if values}
+    test_set = any(curve.startswith("test_") for curve in curves.values())
+    loss = {"test_loss": latest.pop("loss", None)}
+    return {**loss, "test_metrics": latest, "test_set": test_set, "clients": ()}
 
 
 @dataclass(frozen=True)
@@ -92,44 +63,21 @@ def read(path: Path) -> RunGroup | Search:
 
     Raises UserError if it is none of them, or a file cannot be read.
     """
-    if (path / "options.yaml").is_file():
-        run = read_run(path)
+    if (path / FILE).is_file():
+        run = Run.read(path)
         return RunGroup(path.resolve().name, (run,), None if run.result is None else run.result.guarantee)
-    summary = read_json(path / "result.json", format=FORMAT) if (path / "result.json").is_file() else {}
+    summary = read_json(path / RESULT, format=FORMAT) if (path / RESULT).is_file() else {}
     if "trials" in summary:
         return Search(str(summary.get("study", path.name)), summary)
-    seeds = [one for one in path.glob("seed_*") if (one / "options.yaml").is_file()]
+    seeds = [one for one in path.glob("seed_*") if (one / FILE).is_file()]
     if seeds:
-        runs = tuple(map(read_run, sorted(seeds, key=lambda one: (len(one.name), one.name))))
+        runs = tuple(map(Run.read, sorted(seeds, key=lambda one: (len(one.name), one.name))))
         missing = max(0, len(summary.get("seeds", ())) - len(runs))
         stated = summary.get("guarantee")
-        together = None if stated is None else _built(RunGuarantee.of, stated, path / "result.json")
+        together = None if stated is None else _built(RunGuarantee.of, stated, path / RESULT)
         return RunGroup(path.resolve().name, runs, together, missing)
     must = "be the folder of a run, of seeds or of a finished search"
     raise UserError(f"`RUN` must {must}, got {str(path)!r}. Runs are listed under runs/.")
-
-
-def read_run(folder: Path) -> RunFiles:
-    """Read a run's options, rounds and result. Raises UserError if a file cannot be read."""
-    path = folder / "options.yaml"
-    options = parse_yaml(read_text(path), str(path)) or {}
-    require(isinstance(options, dict), str(path), "hold the options of a run", type(options).__name__)
-    about = description.read(folder) if (folder / description.FILE).is_file() else {}
-    return RunFiles(folder, options, about, read_rounds(folder / HISTORY), read_result(folder))
-
-
-def read_result(folder: Path) -> RunResult | None:
-    """Read the result of a run; None if it has not finished. Raises UserError if the file cannot be read."""
-    path = folder / "result.json"
-    return _built(_result, read_json(path, format=FORMAT), path) if path.is_file() else None
-
-
-def _result(content: Mapping[str, Any]) -> RunResult:
-    result = RunResult.of(content)
-    result.guarantee.words()
-    for row in result.clients:
-        operator.itemgetter(*_KEYS_OF_CLIENT)(row)
-    return result
 
 
 def _built(build: Callable[[Any], Built], content: Any, path: Path) -> Built:

@@ -35,6 +35,7 @@ from dpfl_lightning.federated.messages.query import (
     event_of,
 )
 from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.curves import of_round
 from dpfl_lightning.federated.server.results import read_guarantees
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.models.model import FORWARD_CHUNK
@@ -52,7 +53,6 @@ from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Gaussian, Laplace
 from dpfl_lightning.privacy.noise import RandomGenerator
-from dpfl_lightning.reporting.curves import of_round
 from dpfl_lightning.reporting.progress import Progress
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 

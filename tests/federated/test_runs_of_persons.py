@@ -19,6 +19,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.engines.serial import DrawnBatches
 from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.run import read_result
 from dpfl_lightning.papers.baselines.ifca import Ifca
 from dpfl_lightning.papers.distillation.distillation import Distillation
 from dpfl_lightning.papers.distillation.feature_means import FeatureMeans
@@ -26,7 +27,6 @@ from dpfl_lightning.privacy.accounting.guarantee import OTHER_CLIENTS
 from dpfl_lightning.privacy.clipping.inputs import Block
 from dpfl_lightning.reporting.description import markdown
 from dpfl_lightning.reporting.progress import Progress
-from dpfl_lightning.reporting.run_files import read_result
 
 pytestmark = pytest.mark.e2e
 

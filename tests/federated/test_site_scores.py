@@ -19,6 +19,7 @@ from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.messages.query import ChargedQuery, ScoreCounts
+from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.loop import build_loop
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
@@ -26,7 +27,6 @@ from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.reporting.mlflow.sync import _curves
-from dpfl_lightning.reporting.run_files import read_run
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Refused, Welcome
 from dpfl_lightning.sites.node import study
@@ -76,7 +76,7 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
         capsys.readouterr()
         assert main(["status", str(node.state.path)]) == 0
         shown = capsys.readouterr().out
-        sent = {name for one in _curves(read_run(loop.output_dir), per_client=False).values() for name in one}
+        sent = {name for one in _curves(Run.read(loop.output_dir), per_client=False).values() for name in one}
         assert ({"train_released_accuracy/00", "train_noise_of_accuracy/01"} <= sent) == bool(strategies)
         assert "kept here: auroc 0." in shown and f"accuracy {expected['accuracy']:.2%} (majority class" in shown
         assert ("sent: 1 noised set of counts of held-out records" in shown) == bool(strategies)

@@ -14,8 +14,8 @@ from rich.console import Console
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.server.curves import of_round
 from dpfl_lightning.privacy.accounting.guarantee import EXACT_TIMES, NOT_COVERED
-from dpfl_lightning.reporting.curves import of_round
 from dpfl_lightning.reporting.mlflow.store import metrics
 from dpfl_lightning.reporting.progress import Progress
 from dpfl_lightning.runtime.text import rounded_up_duration

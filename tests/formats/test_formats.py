@@ -24,13 +24,12 @@ from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server import folder, history
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.federated.server.results import read_guarantees
+from dpfl_lightning.federated.server.run import read_about, read_result
 from dpfl_lightning.privacy.compose import Limit
 from dpfl_lightning.privacy.ledger import file as ledger
 from dpfl_lightning.privacy.ledger.file import read_head
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.ledger.operator import OperatedAccount
-from dpfl_lightning.reporting import description
-from dpfl_lightning.reporting.run_files import read_result
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Released
 from dpfl_lightning.sites.node.scores import KeptScores, read_scores
@@ -90,7 +89,7 @@ FORMATS: dict[str, tuple[Callable, int, Callable[[Path, int], None]]] = {
     "run/checkpoint.pt": (checkpoint, 1, checkpoint_with),
     "account/account.jsonl": (lambda path: OperatedAccount(path).holders(), 3, account_with),
     "run/metrics.jsonl": (history.read, 1, rounds_with),
-    "run/run.json": (lambda path: description.read(path.parent), 1, with_number),
+    "run/run.json": (lambda path: read_about(path.parent), 1, with_number),
     "run/result.json": (lambda path: read_result(path.parent), 1, with_number),
     "set/distilled.json": (lambda path: DistilledSet.load(path.parent), 1, with_number),
     "sites/site.json": (read_site, 3, text_with),

@@ -9,7 +9,7 @@ from dpfl_lightning.config.reading import check_format, expecting, read_text
 
 FILE, FORMAT = "metrics.jsonl", 1
 
-Values = Mapping[str, float | None]
+Values = Mapping[str, float | None]  # name of a curve, or a client -> value
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class Round:
 
     def line(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}) + "\n"
+
+
+NO_ROUND = Round(0, {}, {})
 
 
 def read(path: Path) -> list[Round]:

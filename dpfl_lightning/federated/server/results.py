@@ -16,12 +16,15 @@ from torch import Tensor, nn
 
 from dpfl_lightning.config.reading import read_json
 from dpfl_lightning.federated.messages.evaluation import Diagnostics, Score
+from dpfl_lightning.federated.messages.facts import ClientSettings, Facts
 from dpfl_lightning.federated.server import history
-from dpfl_lightning.federated.server.scores import in_words
-from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none
+from dpfl_lightning.federated.server.scores import in_words, number
+from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none, get_accountant
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
 FORMAT = 1  # of result.json and guarantees.json
+RESULT, GUARANTEES = "result.json", "guarantees.json"
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,63 @@ class ClientEmbedding:
 
 
 @dataclass(frozen=True)
+class PlannedClients:
+    """What is planned for the N clients, as columns `[N]`.
+
+    Args:
+        budget: epsilon (inf: no budget), before strategies change it; `planned` is that for which noise was solved.
+        steps: of the most frequent noisy sum, a round.
+        noise_multiplier: of the most frequent noisy sum; None if no release is planned.
+    """
+
+    name: tuple[str, ...]
+    num_records: tuple[int, ...]
+    batch_size: tuple[int, ...]
+    steps: tuple[int, ...]
+    budget: tuple[float, ...]
+    planned: tuple[float, ...]
+    delta: tuple[float, ...]
+    noise_multiplier: tuple[float | None, ...]
+
+    @classmethod
+    def of(
+        cls, facts: Facts, settings: Sequence[ClientSettings], schedules: Sequence[ClientSchedule]
+    ) -> PlannedClients:
+        """The columns of a planned run."""
+        sizes = facts.num_records
+        return cls(
+            name=tuple(map(facts.name_of, range(len(sizes)))),
+            num_records=tuple(sizes),
+            batch_size=tuple(one.batch_size(size) for one, size in zip(schedules, sizes, strict=True)),
+            steps=tuple(one.main.steps for one in schedules),
+            budget=tuple(one.epsilon for one in settings),
+            planned=tuple(one.target_epsilon for one in schedules),
+            delta=tuple(one.delta for one in schedules),
+            noise_multiplier=tuple(one.main_noise for one in schedules),
+        )
+
+    def as_dict(self) -> dict[str, list[Any]]:
+        """Return the columns for JSON; an infinite epsilon is None."""
+        return {
+            name: [finite_or_none(value) if isinstance(value, float) else value for value in column]
+            for name, column in vars(self).items()
+        }
+
+    @classmethod
+    def read(cls, content: Mapping[str, Sequence[Any]]) -> PlannedClients:
+        """Return the columns that `as_dict` describes."""
+        columns = {name: tuple(column) for name, column in content.items()}
+        bounds = {name: tuple(map(number, columns[name])) for name in ("budget", "planned")}
+        return cls(**{**columns, **bounds})
+
+
+@dataclass(frozen=True)
 class RunInfo:
     """The description of a run, fixed before the first round.
 
     Args:
-        budgets: epsilon of each client (inf: no budget), before strategies change it.
+        unit: what a guarantee protects.
+        clients: what is planned for them; None until then.
         estimated_seconds: of all rounds, from a short measurement on random data.
         noise: where noise and sampling come from, in words.
         options: the resolved configuration; empty if the run was built in Python.
@@ -61,6 +116,7 @@ class RunInfo:
         task: of the model, in words.
         replans: whether a strategy may change the schedule during the run.
         ends_by_results: whether a strategy may end the run earlier.
+        assumptions: what every epsilon of the run assumes, by name; of a run without a bound `guarantee` alone.
         account: what the run will cost together with others on the same records, in words; empty without an account.
     """
 
@@ -68,7 +124,6 @@ class RunInfo:
     rounds: int
     first_round: int
     num_params: int
-    budgets: tuple[float, ...]
     estimated_seconds: float
     engine: str
     device: str
@@ -84,6 +139,35 @@ class RunInfo:
     replans: bool = False
     ends_by_results: bool = False
     account: str = ""
+    unit: str = "record"
+    clients: PlannedClients | None = None
+    assumptions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether a client adds noise."""
+        return self.clients is not None and any(self.clients.noise_multiplier)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `run.json` has of it: all but the folder, and the options, which have a file of their own."""
+        left_out = ("output_dir", "options", "accountant", "clients")
+        fields = {name: value for name, value in vars(self).items() if name not in left_out}
+        accountant = {"name": self.accountant.name, "adjacency": self.accountant.adjacency}
+        clients = None if self.clients is None else self.clients.as_dict()
+        seconds = finite_or_none(self.estimated_seconds)
+        return {**fields, "estimated_seconds": seconds, "accountant": accountant, "clients": clients}
+
+    @classmethod
+    def read(cls, content: Mapping[str, Any], folder: Path, options: Mapping[str, Any]) -> RunInfo:
+        """Return the description that `as_dict` has written, of a run in a folder."""
+        clients, seconds = content["clients"], content["estimated_seconds"]
+        known = {
+            "estimated_seconds": math.nan if seconds is None else seconds,
+            "accountant": get_accountant(**content["accountant"]),
+            "clients": None if clients is None else PlannedClients.read(clients),
+            **{name: tuple(content[name]) for name in ("strategies", "strategy_notes")},
+        }
+        return cls(**{**content, **known, "output_dir": folder, "options": options})
 
 
 @dataclass(frozen=True)
@@ -96,6 +180,7 @@ class RoundReport:
         answered: clients that answered a query of the round.
         seconds: of the round, only if exact times are reported.
         epsilon_spent: of each of the N clients so far, rounded up.
+        curves: the round as curves, by which it is shown.
         diagnostics: with `privacy.diagnostics` only, which gives up the guarantee.
         metrics: see `summary.round_metrics`.
     """
@@ -115,6 +200,7 @@ class RoundReport:
     diagnostics: Diagnostics | None = None
     metrics: Mapping[str, float | Tensor] = field(default_factory=dict)
     answered: tuple[int, ...] = ()
+    curves: history.Round = history.NO_ROUND
 
     @property
     def participants(self) -> tuple[int, ...]:
@@ -261,5 +347,5 @@ class RunTotals:
 
 def read_guarantees(folder: Path) -> list[dict[str, Any]]:
     """Return each client's guarantee in the `guarantees.json` of a run, where equal ones are written once."""
-    content = read_json(folder / "guarantees.json", format=FORMAT)
+    content = read_json(folder / GUARANTEES, format=FORMAT)
     return [content["guarantees"][place] for place in content["clients"]]

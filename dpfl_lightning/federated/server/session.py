@@ -25,9 +25,20 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server import summary
 from dpfl_lightning.federated.server.callback import Callback, answer_of, notify
+from dpfl_lightning.federated.server.curves import of_round
 from dpfl_lightning.federated.server.folder import RunFolder
-from dpfl_lightning.federated.server.results import FORMAT, RoundReport, RunInfo, RunResult, RunTotals
+from dpfl_lightning.federated.server.results import (
+    FORMAT,
+    GUARANTEES,
+    RESULT,
+    PlannedClients,
+    RoundReport,
+    RunInfo,
+    RunResult,
+    RunTotals,
+)
 from dpfl_lightning.federated.server.round import Diverged, Round
+from dpfl_lightning.federated.server.run import assumptions
 from dpfl_lightning.federated.server.settings import RunConfig, default_schedule, solved
 from dpfl_lightning.federated.server.strategy import Strategy, clients_train, fold, sole_answer, strategy_digests
 from dpfl_lightning.federated.server.summary import accuracy_of_groups, true_groups
@@ -182,6 +193,7 @@ class RunSession:
                 self._begin()
             else:
                 self._restore(saved)
+            self._describe_plan()
             with between_rounds() as check_signals:
                 try:
                     notify(self.config.watching, "on_fit_start", self.view(self.state))
@@ -309,8 +321,8 @@ class RunSession:
             different, places = numbered(guarantees)  # usually few: `clients` has the place of each client's
             statements = [guarantee.as_dict() for guarantee in different]
             rows = {"format": FORMAT, "ledger": result.ledger, "guarantees": statements, "clients": places}
-            self.folder.save_json("guarantees.json", rows)
-            self.folder.save_json("result.json", result.as_dict())
+            self.folder.save_json(GUARANTEES, rows)
+            self.folder.save_json(RESULT, result.as_dict())
         notify(self.config.watching, "on_fit_end", self.view(self.state), result)
         return result
 
@@ -410,7 +422,6 @@ class RunSession:
             rounds=config.rounds,
             first_round=1,
             num_params=self.model.num_params,
-            budgets=tuple(client.epsilon for client in config.settings),
             estimated_seconds=math.nan,
             engine=clients.description,
             device=str(clients.device),
@@ -424,7 +435,14 @@ class RunSession:
             strategies=tuple(config.options.get("strategies") or (one.config_name for one in config.strategies)),
             replans=config.replans,
             ends_by_results=config.ends_by_results,
+            unit=config.facts.unit,
         )
+
+    def _describe_plan(self) -> None:
+        """Keep what is planned in the description of the run."""
+        config = self.config
+        clients = PlannedClients.of(config.facts, config.settings, self.schedule.clients)
+        self.info = dataclasses.replace(self.info, clients=clients, assumptions=assumptions(self.view(self.state)))
 
     def _estimate_time(self, first_round: int) -> None:
         """Say which rounds are left, and how long they take, unless the work is the server's, of unknown length."""
@@ -443,7 +461,7 @@ class RunSession:
 
     def _report(self, plan: RoundPlan, weights: Tensor, seconds: float) -> RoundReport:
         scores = self.evaluated.get(plan.round)
-        return RoundReport(
+        report = RoundReport(
             round=plan.round,
             rounds=self.config.rounds,
             seconds=seconds if self.config.exact_times else None,
@@ -458,6 +476,7 @@ class RunSession:
             answered=tuple(sorted(self.traffic.answered)),
             **_on_test(scores),
         )
+        return dataclasses.replace(report, curves=of_round(report, self.config.facts))
 
     def _result(
         self,
@@ -508,7 +527,7 @@ class RunSession:
     ) -> tuple[dict[str, Any], ...]:
         """The `clients` of the result."""
         groups, rows = true_groups(self.config.facts), []
-        noise_multipliers = once_each(summary.noise_multiplier, self.schedule.clients)
+        noise_multipliers = [schedule.main_noise for schedule in self.schedule.clients]
         noise_stds = [None if math.isnan(std) else std for std in self.totals.noise_std.tolist()]
         for client, settings in enumerate(self.config.settings):
             schedule, account = self.schedule.clients[client], self.clients.account(client)

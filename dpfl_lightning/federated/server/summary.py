@@ -17,7 +17,6 @@ from dpfl_lightning.federated.server.callback import answer_of
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
 #: what `clustering` returns
 MATCHES = ("clustering_accuracy", "adjusted_rand_index", "minority_recall")
@@ -87,11 +86,6 @@ def accuracy_over_clients(accuracies: Sequence[float | None]) -> dict[str, Any]:
         return {}
     worst, gap = min(known), max(known) - min(known)
     return dict(accuracy_mean=fmean(known), accuracy_std=pstdev(known), accuracy_worst=worst, accuracy_gap=gap)
-
-
-def noise_multiplier(schedule: ClientSchedule) -> float | None:
-    """Return the noise multiplier of the client's most frequent noisy sum; None if no release is planned."""
-    return (schedule.main.noise_multiplier or 0.0) if any(schedule.releases) else None
 
 
 def true_groups(facts: Facts) -> tuple[int, ...] | None:

@@ -147,6 +147,11 @@ class ClientSchedule:
         assert isinstance(event, NoisedEvent)  # for mypy
         return event
 
+    @property
+    def main_noise(self) -> float | None:
+        """The noise multiplier of `main`, 0 if none is solved; None if no release is planned."""
+        return (self.main.noise_multiplier or 0.0) if any(self.releases) else None
+
     def batch_size(self, num_records: int) -> int:
         """Return the expected batch size of a step of `main`."""
         return round(self.main.sample_rate * num_records)

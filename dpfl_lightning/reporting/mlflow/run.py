@@ -8,8 +8,8 @@ from typing import Any
 from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.run import change_about
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.reporting import description
 from dpfl_lightning.reporting.mlflow.models import save_models
 from dpfl_lightning.reporting.mlflow.store import Store, reported
 from dpfl_lightning.reporting.mlflow.sync import sync
@@ -52,7 +52,7 @@ class Tracking(Callback):
         self._send_at, self._timeouts = 0.0, 0
 
     def on_fit_start(self, view: View) -> None:
-        description.change(view.run.output_dir, tracking=self._section)
+        change_about(view.run.output_dir, tracking=self._section)
         with reported(self.store.uri):
             self.store.end_abandoned()
             self._begun = True  # a signal that comes while the run is created ends it, too

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.federated.server import history
+from dpfl_lightning.federated.server.run import read_about
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.reporting import curves, description
 from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, reported
@@ -127,7 +128,7 @@ class SeedsTracking(_Parent):
                         spread = {f"{name}_std_over_seeds": std} if name.startswith("test_") else {}
                         pending.extend(metrics({name: mean, **spread}, step))
             self.store.log_metrics(run_id, pending)
-            known = description.read(folders[0])["params"]  # to the runs of the seeds only
+            known = read_about(folders[0])["params"]  # to the runs of the seeds only
             self.store.params(run_id, {name: known[name] for name in ("num_params", "clients.count")})
             said = {**description.claim(guarantee), "mlflow.note.content": text}
             self.store.tag(run_id, {**said, "status": "finished"})

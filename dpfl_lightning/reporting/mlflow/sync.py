@@ -5,18 +5,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dpfl_lightning.federated.server import run as runs
 from dpfl_lightning.federated.server.history import FILE as HISTORY
-from dpfl_lightning.reporting import curves, description, run_files
+from dpfl_lightning.federated.server.results import GUARANTEES, RESULT
+from dpfl_lightning.reporting import curves, description
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.mlflow.models import send_models
 from dpfl_lightning.reporting.mlflow.store import Metric, Run, Store, last_points, metrics
 from dpfl_lightning.reporting.products import products_in
-from dpfl_lightning.reporting.run_files import RunFiles
+from dpfl_lightning.reporting.run_files import curves_of, ledger_run
 from dpfl_lightning.runtime.files import SUFFIX
 
 # Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
 _LEDGER = ("ledger.jsonl", "ledger.head")
-_REPORTS = ("guarantees.json", "guarantee.html", "result.json", HISTORY)
+_REPORTS = (GUARANTEES, "guarantee.html", RESULT, HISTORY)
 _FILES = (*_LEDGER, *_REPORTS, f"model{SUFFIX}", f"model_*{SUFFIX}")
 
 
@@ -29,14 +31,14 @@ def sync(folder: Path, store: Store, running: bool = False) -> int:
     **Privacy** Sends options, released models, the ledger, and scores on held-out records, which no guarantee covers.
     Never sends a checkpoint or a key.
     """
-    run = run_files.read_run(folder)
-    about, tracking = run.about, run.about.get("tracking", {})
+    run = runs.Run.read(folder)
+    tracking = run.about.get("tracking", {})
     sent = store.run_of(folder) or _begun(store, run, tracking)
     run_id, last = sent.info.run_id, last_points(sent)
     points = [
         point
         for step, values in _curves(run, bool(tracking.get("per_client"))).items()
-        for point in metrics(values, step, about["exact_times"])
+        for point in metrics(values, step, run.info.exact_times)
         if _is_new(point, *last.get(point.key, (-1, 0.0)))
     ]
     head = {} if run.result is None else {"ledger_head": json.dumps(run.result.ledger)}
@@ -61,36 +63,36 @@ def _is_new(point: Metric, step: int, value: float) -> bool:
     return point.step > step or stated
 
 
-def _columns(run: RunFiles) -> list[str]:
+def _columns(run: runs.Run) -> list[str]:
     """Return the curves that are columns of the table of runs, and metrics of a model, if they are known."""
-    return [*run.score_curves.values(), "val_accuracy_min", "train_epsilon_max"]
+    return [*curves_of(run).values(), "val_accuracy_min", "train_epsilon_max"]
 
 
-def _begun(store: Store, run: RunFiles, tracking: Mapping[str, Any]) -> Run:
+def _begun(store: Store, run: runs.Run, tracking: Mapping[str, Any]) -> Run:
     about = run.about
     tags = {
         **tracking.get("tags", {}),
         **about["tags"],
         "output_dir": str(run.folder.resolve()),
-        "ledger_run": run_files.ledger_run(run.folder),
+        "ledger_run": ledger_run(run.folder),
         "status": "running",
-        "mlflow.note.content": description.markdown(about["notes"]),
+        "mlflow.note.content": description.markdown(run.info.strategy_notes),
     }
     name = tracking.get("run_name") or store.new_name(about["name"], about["params"])
-    run_id = store.begin(name, tags, about["params"], run.options, exact_times=about["exact_times"])
+    run_id = store.begin(name, tags, about["params"], run.info.options, exact_times=run.info.exact_times)
     for context, fields in about["datasets"].items():
         store.log_dataset(run_id, fields, context)
     return store.client.get_run(run_id)
 
 
-def _end(store: Store, run_id: str, run: RunFiles) -> None:
+def _end(store: Store, run_id: str, run: runs.Run) -> None:
     """Send the status, and the files of a run that has finished."""
     folder, about, result = run.folder, run.about, run.result
     ended = about["ended"] or {"status": "KILLED", "reason": "abandoned: its process is gone", "seconds": 1.0}
     guarantee = {} if result is None else description.claim(result.guarantee)
-    note = {"mlflow.note.content": description.markdown(about["notes"], ended["reason"], result)}
+    note = {"mlflow.note.content": description.markdown(run.info.strategy_notes, ended["reason"], result)}
     store.tag(run_id, {**guarantee, **note, "status": ended["reason"]})
-    store.end(run_id, ended["status"], None if about["exact_times"] and about["ended"] else ended["seconds"])
+    store.end(run_id, ended["status"], None if run.info.exact_times and about["ended"] else ended["seconds"])
     products = [] if result is None else products_in(folder)
     for pattern in _LEDGER if result is None else (*_FILES, *(file for one in products for file in one.files)):
         for path in sorted(folder.glob(pattern)):
@@ -100,14 +102,14 @@ def _end(store: Store, run_id: str, run: RunFiles) -> None:
         for name, figure in figures(run.rounds, result, drawn).items():
             store.client.log_figure(run_id, figure, f"figures/{name}.png")
         scores = {key: one.values.get(key) for one in run.rounds[-1:] for key in _columns(run)}
-        of_model = metrics(scores, result.rounds, about["exact_times"])
+        of_model = metrics(scores, result.rounds, run.info.exact_times)
         tags = {**note, "ledger_head": json.dumps(result.ledger)}
         send_models(store, run_id, folder, tags, guarantee, of_model)
 
 
-def _curves(run: RunFiles, per_client: bool) -> dict[int, dict[str, float | None]]:
+def _curves(run: runs.Run, per_client: bool) -> dict[int, dict[str, float | None]]:
     """Return round -> curves, and the one that stands for the run under a name by which MLflow shows it first."""
     begins = "" if per_client else curves.RELEASED
     values = {one.round: curves.with_clients(one, begins) for one in run.rounds}
-    scores = run.score_curves.values()
+    scores = curves_of(run).values()
     return {step: curves.with_headline(one, scores) for step, one in values.items()}

@@ -35,7 +35,7 @@ class FirstRound(Recorder, FirstRoundOnly):
         rates = [view.learning_rate[client] for client in updates.clients]
         truth = [(std / rate) ** 2 for std, rate in zip(updates.noise_std, rates, strict=True)]
         self._lists = {
-            "epsilon": [view.run.budgets[client] for client in updates.clients],
+            "epsilon": [view.run.clients.budget[client] for client in updates.clients],
             "truth": truth,
             "oracle_weights": oracle_weights(truth),
         }
