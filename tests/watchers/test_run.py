@@ -116,5 +116,5 @@ def test_report_prints_how_runs_ended(make_loop, tmp_path, capsys):
     search = tmp_path / "search"
     search.mkdir()
     (search / "result.json").write_text(json.dumps({"format": 1, "trials": []}))
-    assert report([str(search), "--text"]) == 1
+    assert report([str(search), "--text"]) == 2
     assert "`RUN` must be the folder of a run, or of its seeds, with --text" in capsys.readouterr().err
