@@ -138,7 +138,7 @@ def _show(
 
 #: third-party package -> the extra of this package that brings it
 _EXTRAS = {
-    **dict.fromkeys(("matplotlib", "mlflow", "plotly"), "tracking"),
+    **dict.fromkeys(("matplotlib", "mlflow"), "tracking"),
     **dict.fromkeys(("optuna", "sqlalchemy"), "search"),
     **dict.fromkeys(("pooch", "shtab"), "all"),
     "flwr": "flower",

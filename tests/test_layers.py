@@ -37,8 +37,7 @@ CLIENT_SIDE = ("federated.client", "federated.transport", "sites", "data", "priv
 ONLY_IN = {
     "mlflow": {"reporting.mlflow.store", "reporting.mlflow.models"},
     "jinja2": {"reporting.guarantee_page", "reporting.report_page", "reporting.site_page", "papers.sets.cards"},
-    "plotly": {"reporting.report_page"},
-    "matplotlib": {"reporting.figures", "reporting.products", "papers.sets.product"},
+    "matplotlib": {"reporting.charts", "reporting.figures", "reporting.products", "papers.sets.product"},
     "optuna": {"search.study", "search.samplers", "search.storage"},
     "numba": {
         "privacy.clipping.compiled",

@@ -20,7 +20,7 @@ BOUNDS = {
     "dpfl_lightning.loop": (170, 27_950),
 }
 #: of extras, or slow: what nobody needs who only imports
-NEVER = {"mlflow", "optuna", "plotly", "sklearn", "sqlalchemy", "pooch", "numba", "opacus", "dp_accounting", "pandas"}
+NEVER = {"mlflow", "optuna", "sklearn", "sqlalchemy", "pooch", "numba", "opacus", "dp_accounting", "pandas"}
 _SCRIPT = """
 import json, sys
 import {names}
@@ -51,7 +51,7 @@ def test_imports_load_little(names):
 
 
 #: brought by extras alone
-OF_EXTRAS = ("mlflow", "matplotlib", "plotly", "optuna", "sqlalchemy", "pooch", "shtab", "flwr", "psycopg")
+OF_EXTRAS = ("mlflow", "matplotlib", "optuna", "sqlalchemy", "pooch", "shtab", "flwr", "psycopg")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """`dpfl report`: one page about runs, seeds and searches, from their folders alone."""
 
+import base64
 import dataclasses
 import json
 import re
@@ -16,17 +17,11 @@ from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server import history
 from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
-from dpfl_lightning.reporting import curves, report_page
+from dpfl_lightning.reporting import curves
 from dpfl_lightning.reporting.run_files import RunGroup, read
 
 EVIL = "<script>alert(1)</script>"
 SEEDS = {"epsilon": 4.0, "delta": 1e-3, **FRAME, "clients": 3, "unbounded": 0}
-
-
-@pytest.fixture(autouse=True)
-def no_plotly(monkeypatch):
-    """The library is 5 MB of text in every page."""
-    monkeypatch.setattr(report_page, "get_plotlyjs", lambda: "PLOTLY</script>")
 
 
 def a_folder(folder, rounds=4, finished=True, names=(), **changed):
@@ -62,8 +57,16 @@ def table(page: str, heading: str) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(titles, row, strict=True)) for row in rows}
 
 
-def charts(page: str) -> list[dict]:
-    return json.loads(re.search(r"^const charts = (.*);$", page, re.MULTILINE)[1])
+def charts(page: str) -> dict[str, list[list[str]]]:
+    """Title of each chart -> the rows of its values."""
+    found = re.findall(r'<div class="chart"><h3>(.*?)</h3><img[^>]*>(.*?)</details>', page, re.DOTALL)
+    rows = {title: re.findall(r"<tr>(<td>.*?)</tr>", text, re.DOTALL) for title, text in found}
+    return {title: [re.findall(r"<td>(.*?)</td>", row) for row in of_chart] for title, of_chart in rows.items()}
+
+
+def images(page: str) -> list[str]:
+    """The charts as SVG."""
+    return [base64.b64decode(one).decode() for one in re.findall(r"data:image/svg\+xml;base64,([^\"]+)", page)]
 
 
 def test_rounds_are_appended_and_those_that_a_resumed_run_repeats_are_removed(tmp_path):
@@ -96,12 +99,11 @@ def test_runs_are_compared_with_their_seeds_guarantees_and_clients(tmp_path):
     assert "All 2 runs are composed." in text and "(3, 0.001)-differential privacy per record (" in text
     assert "Options that differ option seeds other rounds 4 9" in text, "seeds are not a difference"
     assert "paris" in text and "3 at delta 0.001" in text and "ledger not verified" in text
-    assert [chart["title"] for chart in charts(page)][:2] == [
-        "Test accuracy over round",
-        "Test accuracy over largest epsilon spent by a client",
-    ]
-    (seeds, _) = charts(page)[1]["data"]
-    assert seeds["y"] == [0.05, 0.1, 0.15, 0.2] and seeds["x"] == pytest.approx([0.3, 0.6, 0.9, 1.2])
+    over_round, over_epsilon = "Test accuracy over round", "Test accuracy over largest epsilon spent by a client"
+    assert list(charts(page))[:2] == [over_round, over_epsilon]
+    rows = charts(page)[over_epsilon]
+    assert rows[:2] == [["seeds", "0.3", "0.05"], ["seeds", "0.6", "0.1"]] and rows[-1] == ["other", "1.2", "0.2"]
+    assert all(">seeds<" in one and ">other<" in one for one in images(page)), "the legend"
 
 
 def test_confusion_and_calibration_on_the_test_set_are_shown(tmp_path):
@@ -127,9 +129,10 @@ def test_runs_without_a_guarantee_and_unfinished_runs_are_marked(tmp_path):
 def test_names_are_text_and_nothing_is_loaded_from_elsewhere(tmp_path):
     run = a_folder(tmp_path / "run", names=(EVIL, "b", "c"), guarantee=RunGuarantee(**{**SEEDS, "accountant": EVIL}))
     page = report([run])
-    assert EVIL not in page and "&lt;script&gt;alert(1)" in page and "PLOTLY<\\/script>" in page
-    points = charts(page)[-1]["data"][0]
-    assert points["text"][0] == "&lt;script&gt;alert(1)&lt;/script&gt;", "plotly shows entities as text"
+    assert EVIL not in page and "&lt;script&gt;alert(1)" in page
+    assert charts(page)["Accuracy of each client over its epsilon"][0][0] == "&lt;script&gt;alert(1)&lt;/script&gt;"
+    evil = report([a_folder(tmp_path / EVIL.replace("/", "")), run])
+    assert images(evil) and not any("<script" in one for one in images(evil)) and "<script>alert" not in evil
     assert "://" not in page and "default-src 'none'" in page and not re.search(r"<(link|iframe|object)|@import", page)
 
 
@@ -146,7 +149,7 @@ def test_a_search_is_shown(tmp_path):
     text = words(page)
     assert "1 (best) complete 75.00% 0.1 0 complete 50.00% 0" in text and "PRIVATE: 2 trials" in text
     assert "client epsilon delta berlin 1.00001 0.001 paris no bound 0.001" in text
-    assert charts(page)[0]["data"][0]["x"] == [0.0, 0.1]
+    assert charts(page)["tune: accuracy over lr"] == [["trial 0", "0", "0.5"], ["trial 1 (best)", "0.1", "0.75"]]
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
@@ -227,4 +230,4 @@ def test_regressions_are_shown_by_their_first_metric_and_without_a_test_set_as_m
     assert not [title for title, cell in results.items() if not cell or "accuracy" in title], "empty columns"
     fair = {"run": "held_out", "score": "mae", "mean": "0.6", "std over clients": "0.432", "worst": "1.2", "gap": "1"}
     assert table(page, "Fairness")["held_out"] == fair
-    assert charts(page)[0]["title"] == "Mae on held-out records over round"
+    assert next(iter(charts(page))) == "Mae on held-out records over round"

@@ -1,7 +1,6 @@
 """`report.html`: runs, seeds and searches side by side, as one self-contained page with interactive charts."""
 
 import base64
-import html
 import io
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -9,7 +8,6 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
-from plotly.offline import get_plotlyjs
 
 from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.federated.server.scores import (
@@ -30,6 +28,7 @@ from dpfl_lightning.federated.server.scores import (
     title,
     worst,
 )
+from dpfl_lightning.reporting.charts import Chart, Series
 from dpfl_lightning.reporting.curves import history, over_seeds
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.run_files import RunGroup, Search, curves_of, scored
@@ -71,7 +70,7 @@ def report_page(parts: Sequence[RunGroup | Search], ledgers: Mapping[str, str]) 
         ],
         fairness=_fairness(names, groups),
         searches=[_search(part) for part in parts if isinstance(part, Search)],
-        plotly=get_plotlyjs().replace("</script", "<\\/script"),
+        colours=_COLOURS,
     )
 
 
@@ -234,77 +233,50 @@ def _figures(run: Run) -> dict[str, str]:
     return drawn
 
 
-# ---- charts, as the data and layout of plotly.js
+# ---- charts
 
 
-def _charts(names: Sequence[str], groups: Sequence[RunGroup]) -> list[dict[str, Any]]:
+def _charts(names: Sequence[str], groups: Sequence[RunGroup]) -> list[Chart]:
     """Return curves of test scores over rounds, and of main scores over epsilon and of each client over its epsilon."""
     epsilons = {"largest epsilon spent by a client": "train_epsilon_max", "mean epsilon": "train_epsilon_mean"}
-    numbered = [(html.escape(name, quote=False), group) for name, group in zip(names, groups, strict=True)]
     curves = [curves_of(run) for group in groups for run in group.runs]
     main = dict.fromkeys(pair for one in curves for pair in list(one.items())[:1])
     charts = []
     for score, curve in dict.fromkeys([*main, *(pair for one in curves for pair in one.items())]):
         heading = _capital(title(score, held_out=curve.startswith("val_")))
         for x, x_curve in {"round": None, **(epsilons if (score, curve) in main else {})}.items():
-            data = []
-            for number, (name, group) in enumerate(numbered):
-                data += _band(name, group, curve, x_curve, _COLOURS[number % len(_COLOURS)])
-            if data:
-                charts.append({"title": f"{heading} over {x}", "data": data, "layout": _layout(x, heading)})
-    points: dict[str, list[dict[str, Any]]] = {}
-    for number, (name, group) in enumerate(numbered):
+            lines = [_line(name, group, curve, x_curve) for name, group in zip(names, groups, strict=True)]
+            charts.append(Chart(f"{heading} over {x}", x, heading, [line for line in lines if line.x]))
+    points: dict[str, list[Series]] = {}
+    for name, group in zip(names, groups, strict=True):
         score = next((score for score, _ in map(main_scores, group.results) if score), "")
-        if (of_group := _client_points(name, group, score, number))["x"]:
-            points.setdefault(score, []).append(of_group)
-    for score, data in points.items():
-        layout = _layout("epsilon spent", title(score, held_out=True))
-        charts.append({"title": f"{_capital(score)} of each client over its epsilon", "data": data, "layout": layout})
-    return charts
+        points.setdefault(score, []).append(_client_points(name, group, score))
+    for score, of_groups in points.items():
+        heading = title(score, held_out=True)
+        known = [one for one in of_groups if one.x]
+        charts.append(Chart(f"{_capital(score)} of each client over its epsilon", "epsilon spent", heading, known))
+    return [chart for chart in charts if chart.series]
 
 
 def _capital(words: str) -> str:
-    return words[0].upper() + words[1:]
+    return words[:1].upper() + words[1:]
 
 
-def _band(name: str, group: RunGroup, score: str, x_curve: str | None, colour: str) -> list[dict[str, Any]]:
-    """Return the line of the mean over seeds, and the band of one standard deviation around it."""
+def _line(name: str, group: RunGroup, score: str, x_curve: str | None) -> Series:
+    """Return the mean over seeds, with one standard deviation where there are several."""
     with_rounds = [run.rounds for run in group.runs if history(run.rounds, score)]
     points = over_seeds(with_rounds, score)
-    places = over_seeds(with_rounds, x_curve) if x_curve else {step: (float(step), 0.0) for step in points}
+    places = over_seeds(with_rounds, x_curve) if x_curve else {step: (step, 0.0) for step in points}
     steps = [step for step in points if step in places]
-    if not steps:
-        return []
     x, mean, std = [places[s][0] for s in steps], [points[s][0] for s in steps], [points[s][1] for s in steps]
-    line = {"x": x, "y": mean, "name": name, "mode": "lines+markers", "line": {"color": colour}, "legendgroup": name}
-    if not any(std):
-        return [line]
-    upper, lower = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (1, -1))
-    band = {
-        "x": x + x[::-1],
-        "y": upper + lower[::-1],
-        "fill": "toself",
-        "fillcolor": f"{colour}33",
-        "legendgroup": name,
-    }
-    return [{**band, "line": {"width": 0}, "mode": "lines", "hoverinfo": "skip", "showlegend": False}, line]
+    return Series(name, x, mean, std if any(std) else ())
 
 
-def _client_points(name: str, group: RunGroup, score: str, number: int) -> dict[str, Any]:
+def _client_points(name: str, group: RunGroup, score: str) -> Series:
     rows = [client for result in group.results for client in result["clients"]]
     rows = [client for client in rows if None not in (client["epsilon_spent"], scores_of(client).get(score))]
-    return {
-        "x": [float(at_most(one["epsilon_spent"])) for one in rows],
-        "y": [scores_of(client)[score] for client in rows],
-        "text": [html.escape(str(client.get("name", client["client"])), quote=False) for client in rows],
-        "name": name,
-        "mode": "markers",
-        "marker": {"color": _COLOURS[number % len(_COLOURS)], "size": 8, "opacity": 0.7},
-    }
-
-
-def _layout(x: str, y: str) -> dict[str, Any]:
-    return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
+    x, y = [float(at_most(one["epsilon_spent"])) for one in rows], [float(scores_of(one)[score] or 0) for one in rows]
+    return Series(name, x, y, labels=[str(one["name"]) for one in rows], joined=False)
 
 
 # ---- searches
@@ -347,29 +319,26 @@ def _search(search: Search) -> dict[str, Any]:
     }
 
 
-def _scatters(search: Search) -> list[dict[str, Any]]:
+def _scatters(search: Search) -> list[Chart]:
     """Return one chart for each searched key: the first score of each trial over the key's value."""
     trials = [trial for trial in search.result["trials"] if trial["scores"]]
-    keys, best = (
-        list(dict.fromkeys(key for trial in trials for key in trial["params"])),
-        set(search.result.get("best", ())),
-    )
+    keys, best = dict.fromkeys(key for trial in trials for key in trial["params"]), {*search.result.get("best", ())}
     charts = []
     for key in keys:
         having = [trial for trial in trials if key in trial["params"]]
         score = next(iter(having[0]["scores"]))
+        having = [trial for trial in having if trial["scores"].get(score) is not None]
         values = [trial["params"][key] for trial in having]
         numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-        data = {
-            "x": values if numbers else [html.escape(str(value), quote=False) for value in values],
-            "y": [trial["scores"].get(score) for trial in having],
-            "text": [f"trial {trial['number']}" for trial in having],
-            "mode": "markers",
-            "showlegend": False,
-            "marker": {"size": 9, "color": [_COLOURS[trial["number"] in best] for trial in having]},
-        }
-        layout = _layout(html.escape(key, quote=False), score)
-        charts.append({"title": f"{search.name}: {score} over {key}", "data": [data], "layout": layout})
+        points = Series(
+            search.name,
+            x=values if numbers else list(map(str, values)),
+            y=[trial["scores"][score] for trial in having],
+            labels=[f"trial {trial['number']}{' (best)' * (trial['number'] in best)}" for trial in having],
+            marked=[trial["number"] in best for trial in having],
+            joined=False,
+        )
+        charts.append(Chart(f"{search.name}: {score} over {key}", key, score, [points]))
     return charts
 
 
