@@ -57,6 +57,7 @@ ONLY_IN = {
     "rich": {"reporting.progress"},
     "torchmetrics": {
         "federated.client.metrics",
+        "federated.client.own_metrics",
         "federated.client.lightning_hooks",
         "federated.client.lightning_loss",
     },

@@ -31,7 +31,7 @@ SPACE = {"model.width": {"low": 1, "high": 1000}, "model.norm": {"choices": ["no
 def study(url: str, seed: int = 0, first: bool = True, identity: dict | None = None, **changed) -> Study:
     usual = {"name": "s", "space": SPACE, "trials": 4, "sampler": {"name": "random"}, "heartbeat_seconds": 1}
     options = SweepOptions(**{**usual, **changed})
-    return Study(options, parse(options.space, "set"), url, identity or {"rounds": 1}, seed, first)
+    return Study(options, parse(options.space, "set"), url, identity or {"rounds": 1}, {"accuracy": True}, seed, first)
 
 
 @pytest.fixture
