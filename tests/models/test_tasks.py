@@ -4,12 +4,14 @@ import dataclasses
 import json
 import math
 import pickle
+import re
 from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
 import sklearn.metrics as sk
 import torch
+from rooms import ROOT
 from task_cases import CASES, NETS, K, N, T, V, module_of, population, records
 from torch import nn
 from torch.func import vmap
@@ -268,8 +270,21 @@ def test_some_metrics_are_best_where_they_are_smallest_and_coverage_at_its_quant
     assert high.worst([0.1, 0.6, 0.99]) == 0.1 and high.merit(0.9) > high.merit(0.95) > high.merit(0.7)
 
 
-def test_each_task_has_an_example():
+def test_each_task_has_an_example_and_is_on_the_pages_with_its_metrics():
     assert list(CASES) == list(TASKS)
+    features, models = ((ROOT / "docs" / page).read_text() for page in ("features.md", "howto/model.md"))
+    for name in (*TASKS, *METRICS):
+        assert re.search(rf"[ *`]{name}[ ,*`]", features) and re.search(rf"[ *`]{name}[ ,*`]", models), name
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_metric_is_the_same_of_one_batch_and_of_several(task):
+    x, y, classes = records(task)
+    torch.manual_seed(0)
+    output = CASES[task].net()(x).detach()
+    for name in metrics_of(TASKS[task]):
+        whole, parts = (value_of(task, name, output, y, batches, classes or 1) for batches in (1, 7))
+        assert whole is not None and parts == pytest.approx(whole, rel=1e-5), name
 
 
 def test_a_set_that_does_not_define_a_metric_has_none_of_it():

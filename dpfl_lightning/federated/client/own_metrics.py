@@ -44,7 +44,9 @@ class OwnMetric(Metric):
         assert self.metric is not None  # for mypy
         copied = self.metric.clone()
         copied.reset()
-        copied.sync_on_compute = copied._to_sync = False
+        for one in copied.modules():  # a metric may wrap others
+            if isinstance(one, TorchMetric):
+                one.sync_on_compute = one._to_sync = False
         return copied
 
 
