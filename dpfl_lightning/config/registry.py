@@ -86,7 +86,7 @@ overlapping, got 'idd'. Did you mean `iid`?
     known = names_of(key)
     if key in USERS:
         must = f"name one of {', '.join(known)}, or a user-defined {USERS[key]} as package.module.Class"
-        for name in (one for one in value if isinstance(one, str)):
+        for name in (given for given in value if isinstance(given, str)):
             require(name in known or "." in name, key, must, name, nearest(name, known))
     elif known and isinstance(value, Mapping) and "name" in value:
         require_one_of(known, f"{key}.name", value["name"])
@@ -136,8 +136,8 @@ def build_object(key: str, given: Mapping[str, Any], base: type[T], **usual: Any
 
     `usual` are arguments that the class gets if it takes them. Raises UserError.
     """
-    must = "have a class_path and init_args alone"
-    require("class_path" in given and given.keys() <= {"class_path", "init_args"}, key, must, dict(given))
+    keys = "have a class_path and init_args alone"
+    require("class_path" in given and given.keys() <= {"class_path", "init_args"}, key, keys, dict(given))
     path, arguments = str(given["class_path"]), given.get("init_args") or {}
     require(isinstance(arguments, Mapping), f"{key}.init_args", "be a mapping", arguments)
     takes = inspect.signature(imported(f"{key}.class_path", path, base)).parameters

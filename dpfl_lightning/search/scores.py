@@ -67,8 +67,8 @@ def directions(scores: Sequence[str], options: Options) -> dict[str, bool]:
     for name in scores:
         require_one_of([*MEASURES, *AT_THE_END, *metrics], "sweep.scores", name)
         known |= {name: metrics[name].measure()} if name in metrics else {}
-        must, advice = "be scores whose best value is the largest or the smallest", "Search by another, as pinball."
-        require(known[name].target is None, "sweep.scores", must, name, advice)
+        extreme = "be scores whose best value is the largest or the smallest"
+        require(known[name].target is None, "sweep.scores", extreme, name, "Use another score, such as pinball.")
     return {name: known[name].higher_is_better for name in scores}
 
 

@@ -3,16 +3,20 @@
 import dataclasses
 import json
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
 from conftest import blobs, small_net
 from sites import federation
+from task_cases import CASES, module_of
+from task_cases import population as of_task
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import BinaryFBetaScore, ConfusionMatrix, MulticlassAccuracy
 
 from dpfl_lightning import ClientModule
+from dpfl_lightning.algorithms.server_training import Training
 from dpfl_lightning.commands.evaluate import main as evaluate_command
 from dpfl_lightning.commands.fit import main as fit_command
 from dpfl_lightning.commands.report import main as report_command
@@ -23,11 +27,12 @@ from dpfl_lightning.federated.client.checks import check_fits
 from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.evaluation import evaluate_own
-from dpfl_lightning.federated.client.metrics import metrics_of
-from dpfl_lightning.models.tasks import MEASURES, TASKS, Measure
+from dpfl_lightning.federated.client.metrics import Metrics, metrics_of
+from dpfl_lightning.models.tasks import CUSTOM, MEASURES, TASKS, Measure
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.reporting.run_files import read_result
 from dpfl_lightning.search.scores import check_scores, directions
+from dpfl_lightning.search.train_and_score import train_and_score
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.node.scores import read_scores
 from dpfl_lightning.sites.server.channel import Sites
@@ -173,6 +178,42 @@ def test_a_metric_that_fails_later_is_undefined_and_loses_no_run(make_loop, tmp_
     assert row["metrics"]["classes"] is None and row["metrics"]["f1"] is not None
     assert row["undefined"]["classes"].startswith("make it raise ValueError (")
     assert "one record" not in json.dumps(row), "the text of the exception may have values of records"
+
+
+class Shapes(Metric):
+    """How many numbers it gets; `seen` has the shapes of what it got."""
+
+    higher_is_better = True
+    seen: ClassVar[list[tuple[torch.Size, torch.Size]]] = []
+
+    def update(self, predicted, true):
+        self.seen.append((predicted.shape, true.shape))
+
+    def compute(self):
+        return float(len(self.seen))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_it_fits_every_task_and_gets_what_metrics_of_the_package_get(task):
+    module, people = module_of(task, metrics=[Shapes]), of_task(task)
+    check_fits(module, people)
+    Shapes.seen.clear()
+    score = train_and_score(lambda seed: module, people, (people.x[:9], people.y[:9]), Training(1))
+    output, y = module.task.aligned(CASES[task].net()(people.x), people.y)
+    expected = [tuple(part.shape) for part in module.task.for_metrics(output[people.test], y[people.test])]
+    assert score.metrics["shapes"] > 0 and [tuple(shape) for shape in Shapes.seen[0]] == expected
+    assert (module.scores["shapes"] == Measure() and "accuracy" in module.scores) or not module.task.has_accuracy
+
+
+def test_with_a_loss_that_fits_no_task_it_gets_outputs_and_labels():
+    net = nn.Sequential(nn.Linear(6, 4), nn.Unflatten(1, (2, 2)))
+    module = ClientModule(net, lambda output, y: output.square().mean(dim=(1, 2)), metrics=[Shapes])
+    population = dataclasses.replace(blobs(), y=blobs().y + 0.5)
+    check_fits(module, population)
+    Shapes.seen.clear()
+    metrics = Metrics(module.metrics, module.task, 1)
+    metrics.update(net(population.x), population.y)
+    assert module.task is CUSTOM and Shapes.seen == [((len(population.y), 2, 2), (len(population.y),))]
 
 
 def test_early_stopping_knows_the_direction(make_loop):

@@ -17,6 +17,7 @@ from dpfl_lightning.federated.client.metrics import METRICS, Metric
 from dpfl_lightning.models.tasks import MEASURES, Task
 
 _KEY = "evaluation.metrics"
+_RENAME = "Choose another: {class_path: ..., name: ...} in YAML, {name: metric} in Python."
 _OF_SEARCHES = ("num_params", "seconds")  # names of other scores
 
 
@@ -44,9 +45,9 @@ class OwnMetric(Metric):
         assert self.metric is not None  # for mypy
         copied = self.metric.clone()
         copied.reset()
-        for one in copied.modules():  # a metric may wrap others
-            if isinstance(one, TorchMetric):
-                one.sync_on_compute = one._to_sync = False
+        for part in copied.modules():  # a metric may wrap others
+            if isinstance(part, TorchMetric):
+                part.sync_on_compute = part._to_sync = False
         return copied
 
 
@@ -61,15 +62,12 @@ def build_metrics(named: Sequence[Any]) -> dict[str, Metric]:
     require(isinstance(named, list | tuple), _KEY, "be a list", named, "Write [...].")
     check_names(_KEY, named)
     found: dict[str, Metric] = {}
-    for place, one in enumerate(named):
-        known = isinstance(one, str) and one in METRICS
-        name, metric = (one, METRICS[one]) if known else _own(f"{_KEY}.{place}", one)
+    for place, given in enumerate(named):
+        known = isinstance(given, str) and given in METRICS
+        name, metric = (given, METRICS[given]) if known else _own(f"{_KEY}.{place}", given)
         require(name not in found, _KEY, "have different names", name, _RENAME)
         found[name] = metric
     return found
-
-
-_RENAME = "Choose another: {class_path: ..., name: ...} in YAML, {name: metric} in Python."
 
 
 def _own(key: str, given: Any) -> tuple[str, Metric]:
@@ -83,17 +81,17 @@ def _own(key: str, given: Any) -> tuple[str, Metric]:
             name = given.pop("name", None)
             given = build_object(key, given, TorchMetric)  # type: ignore[type-abstract]
         else:
-            must = "be {class_path, init_args, name}, or {name: metric} in Python"
-            require(len(given) == 1, key, must, given)
+            forms = "be {class_path, init_args, name}, or {name: metric} in Python"
+            require(len(given) == 1, key, forms, given)
             ((name, given),) = given.items()
     if isinstance(given, type) and issubclass(given, TorchMetric):
         given = _without_arguments(key, given)
-    must = f"be a name, or a class or an object that derives from {USERS[_KEY]}"
-    require(isinstance(given, TorchMetric), key, must, given, "Of a MetricCollection list the metrics.")
+    kinds = f"be a name, or a class or an object that derives from {USERS[_KEY]}"
+    require(isinstance(given, TorchMetric), key, kinds, given, "Of a MetricCollection list the metrics.")
     kind = type(given).__name__
-    advice = f"Write higher_is_better = True (or False) in class {kind}, or in a class derived from it."
-    must = f"say by higher_is_better of class {kind} whether larger values are better"
-    require(isinstance(given.higher_is_better, bool), key, must, given.higher_is_better, advice)
+    directed = f"say by higher_is_better of class {kind} whether larger values are better"
+    way_out = f"Write higher_is_better = True (or False) in class {kind}, or in a class derived from it."
+    require(isinstance(given.higher_is_better, bool), key, directed, given.higher_is_better, way_out)
     name = snake_case(kind) if name is None else name
     fits = isinstance(name, str) and re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name) is not None
     require(fits, f"{key}.name", "have small letters, digits and underscores", name)
@@ -107,8 +105,8 @@ def _without_arguments(key: str, kind: type[TorchMetric]) -> TorchMetric:
         with users_code(key, kind.__name__):
             return kind()
     except TypeError as error:
-        advice = f"Pass an object with its arguments: {kind.__name__}(...)."
-        raise UserError(f"`{key}` must be made without arguments, got {kind.__name__}: {error}. {advice}") from None
+        way_out = f"Pass an object with its arguments: {kind.__name__}(...)."
+        raise UserError(f"`{key}` must be made without arguments, got {kind.__name__}: {error}. {way_out}") from None
 
 
 def snake_case(name: str) -> str:
