@@ -12,7 +12,7 @@ from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.engines.trainer import TrainerEngine
-from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.client.module import ClientModule, named_metrics
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.models.tasks import ClassWeightedLoss, build_task
 
@@ -38,7 +38,7 @@ def build_module(options: Options, population: Population | Facts) -> ClientModu
 
     Raises UserError if a ClientModule has another task or other metrics than the configuration.
     """
-    model, metrics = _build_model(options, population), tuple(options.evaluation.metrics)
+    model, metrics = _build_model(options, population), options.evaluation.metrics
     priors, per_record = options.model.get("class_priors"), options.model.get("per_record", False)
     require(isinstance(per_record, bool), "model.per_record", "be true or false", per_record)
     if not isinstance(model, ClientModule):
@@ -50,9 +50,10 @@ def build_module(options: Options, population: Population | Facts) -> ClientModu
     task = None if options.task is None else build_task(options.task)
     advice = "The ClientModule sets it, too: set it in one place."
     require(task is None or model.named_task in (None, task), "task", f"be '{model.named_task}'", f"{task}", advice)
-    same = not metrics or tuple(model.metrics) in ((), metrics)
-    require(same, "evaluation.metrics", f"be {list(model.metrics)}", list(metrics), advice)
-    model.named_task, model.metrics = model.named_task or task, tuple(model.metrics) or metrics
+    given = named_metrics(metrics)
+    same = not given or not model.metrics or model.metrics.keys() == given.keys()
+    require(same, "evaluation.metrics", f"be {list(model.metrics)}", list(given), advice)
+    model.named_task, model.metrics = model.named_task or task, model.metrics or given
     return model
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,10 +15,10 @@ from dpfl_lightning.build import ENGINES, build_engine, build_module, build_net,
 from dpfl_lightning.config.mapping import from_mapping, options_file
 from dpfl_lightning.config.options import ClientOptions, NetworkOptions, Options, PrivacyOptions
 from dpfl_lightning.config.public import published_data
-from dpfl_lightning.config.registry import imported, made_by
+from dpfl_lightning.config.registry import build_object
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError, require, require_one_of, require_whole, warn_user
+from dpfl_lightning.errors import require, require_one_of, require_whole, warn_user
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.folder import ClientFolder
@@ -61,22 +60,9 @@ class Remote(Protocol):
 def build_loggers(options: Options) -> list[Logger]:
     """Make the Lightning loggers of `tracking.loggers`; those that take `save_dir` write to `output_dir`."""
     loggers: list[Logger] = []
+    usual = {"save_dir": options.output_dir, "default_hp_metric": False}  # TensorBoard would chart an hp_metric of -1
     for place, one in enumerate(() if options.tracking is None else options.tracking.loggers):
-        key, path = f"tracking.loggers.{place}", str(one.get("class_path"))
-        require(one.keys() <= {"class_path", "init_args"}, key, "have a class_path and init_args alone", dict(one))
-        takes = inspect.signature(imported(f"{key}.class_path", path, Logger)).parameters
-        usual = {
-            "save_dir": options.output_dir,
-            "default_hp_metric": False,
-        }  # TensorBoard would chart an hp_metric of -1
-        arguments = {**{name: value for name, value in usual.items() if name in takes}, **one.get("init_args", {})}
-        try:
-            loggers.append(made_by(key, path, arguments))
-        except UserError:
-            raise
-        except (ImportError, TypeError, ValueError) as error:
-            reason = str(error).split("\n")[0].rstrip(".")
-            raise UserError(f"`{key}` must work, got from {path}: {type(error).__name__}: {reason}.") from None
+        loggers.append(build_object(f"tracking.loggers.{place}", one, Logger, **usual))  # type: ignore[type-abstract]
     return loggers
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from dpfl_lightning.federated.client.metrics import METRICS
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -117,6 +118,7 @@ def a_result(view: View, **changed) -> RunResult:
         "clients": clients,
         "test_accuracy": 0.5,
         "test_loss": 1.5,
+        "measures": {name: metric.measure() for name, metric in METRICS.items()},
     }
     return RunResult(**{**usual, **changed})
 

@@ -10,7 +10,9 @@ from collections.abc import Mapping
 
 from rooms import PACKAGE, ROOT
 
-TASKS = "binary|causal_lm|language_modeling|multiclass|multilabel|quantile_regression|regression|segmentation|survival"
+from dpfl_lightning.config.registry import names_of
+
+TASKS = "|".join(names_of("task"))
 
 #: concept -> what names it
 CONCEPTS = {

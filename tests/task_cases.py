@@ -1,9 +1,14 @@
 """Records, a population and a small net for each task."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import nn
 
-from dpfl_lightning import Population
+from dpfl_lightning import ClientModule, Population
+from dpfl_lightning.models.tasks import TASKS
 
 N, T, V, K = 40, 4, 7, 3
 
@@ -26,40 +31,76 @@ def convolutions(outputs: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, outputs, 1))
 
 
-def records(task: str):
-    """x, y and num_classes of some records."""
-    g = torch.Generator().manual_seed(1)
-    x = torch.randn(N, 4, generator=g)
-    if task == "multiclass":
-        return x, (x[:, 0] > 0).long() + (x[:, 1] > 0).long(), K
-    if task == "binary":
-        return x, (x[:, 0] > 0).long(), 2
-    if task == "multilabel":
-        return x, (x[:, :K] > 0).long(), K
-    if task == "regression":
-        return x, x[:, 0] * 2 + x[:, 1], None
-    if task == "segmentation":
-        x = torch.randn(N, 1, 5, 5, generator=g)
-        y = (x[:, 0] > 0).long() + (x[:, 0] > 1).long()
-        y[:, 0] = -100
-        return x, y, K
+@dataclass(frozen=True)
+class TaskCase:
+    """A small net of a task, what makes x and y of N records, and the number of classes."""
+
+    net: Callable[[], nn.Module]
+    records: Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]
+    num_classes: int | None
+
+
+def of_numbers(label: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    """Records of four numbers, whose labels follow from them."""
+
+    def records(g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(N, 4, generator=g)
+        return x, label(x)
+
+    return records
+
+
+def masks(g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(N, 1, 5, 5, generator=g)
+    y = (x[:, 0] > 0).long() + (x[:, 0] > 1).long()
+    y[:, 0] = -100
+    return x, y
+
+
+def tokens(g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randint(V, (N, T), generator=g)
     y = (x + 1) % V
     y[0, 1:], y[1] = -100, -100
-    return x, y, V
+    return x, y
+
+
+def text(g: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randint(V, (N, T), generator=g)
+    return x, x.clone()
+
+
+def levels(x: torch.Tensor) -> torch.Tensor:
+    return (x[:, 0] > 0).long() + (x[:, 0] > 1).long()
+
+
+#: task of `TASKS` -> its example
+CASES = {
+    "multiclass": TaskCase(lambda: nn.Linear(4, K), of_numbers(lambda x: (x[:, :2] > 0).long().sum(dim=1)), K),
+    "binary": TaskCase(lambda: nn.Linear(4, 1), of_numbers(lambda x: (x[:, 0] > 0).long()), 2),
+    "multilabel": TaskCase(lambda: nn.Linear(4, K), of_numbers(lambda x: (x[:, :K] > 0).long()), K),
+    "regression": TaskCase(lambda: nn.Linear(4, 1), of_numbers(lambda x: x[:, 0] * 2 + x[:, 1]), None),
+    "quantile_regression": TaskCase(lambda: nn.Linear(4, 1), of_numbers(lambda x: x[:, 0] * 2 + x[:, 1]), None),
+    "segmentation": TaskCase(lambda: convolutions(K), masks, K),
+    "language_modeling": TaskCase(Attention, tokens, V),
+    "causal_lm": TaskCase(Attention, text, V),
+    "survival": TaskCase(
+        lambda: nn.Linear(4, K), of_numbers(lambda x: torch.stack([levels(x), (x[:, 1] > 0).long()], dim=1)), K
+    ),
+}
+NETS = {name: case.net for name, case in CASES.items()}
+
+
+def records(task: str) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+    """x, y and num_classes of some records."""
+    return *CASES[task].records(torch.Generator().manual_seed(1)), CASES[task].num_classes
+
+
+def module_of(task: str, **options: Any) -> ClientModule:
+    """A module of the task, which is named if shapes do not tell it."""
+    return ClientModule(CASES[task].net(), task=None if TASKS[task].inferred else task, **options)
 
 
 def population(task: str) -> Population:
     x, y, classes = records(task)
     rows = torch.arange(N).split([10, 10, 10, 5, 5])
     return Population(x, y, list(rows[:3]), [*rows[3:], rows[0][:0]], torch.arange(30, N), classes or 1)
-
-
-NETS = {
-    "multiclass": lambda: nn.Linear(4, K),
-    "binary": lambda: nn.Linear(4, 1),
-    "multilabel": lambda: nn.Linear(4, K),
-    "regression": lambda: nn.Linear(4, 1),
-    "segmentation": lambda: convolutions(K),
-    "language_modeling": Attention,
-}

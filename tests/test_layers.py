@@ -56,6 +56,7 @@ ONLY_IN = {
     "rich": {"reporting.progress", "reporting.terminal"},
     "torchmetrics": {
         "federated.client.metrics",
+        "federated.client.own_metrics",
         "federated.client.lightning_hooks",
         "federated.client.lightning_loss",
     },

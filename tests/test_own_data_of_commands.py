@@ -190,7 +190,7 @@ def test_a_users_module_has_the_task_and_the_metrics_of_the_configuration(words,
     options, _ = load(["--config", "own.yaml", *words])
     population = build_population(options)
     module = build_module(options, population)
-    assert (module.named_task, module.metrics) == (task and TASKS[task], metrics)
+    assert (module.named_task, tuple(module.metrics)) == (task and TASKS[task], metrics)
 
 
 @pytest.mark.parametrize("words", [["--model", "{class_path: hospitals_of_tests.net, init_args: {width: 2}}"], []])

@@ -198,6 +198,11 @@ def test_python_blocks(page, block, workplace):
 MY_MODULE = """
 import torch
 from dpfl_lightning.strategies.aggregation.uniform import Uniform as SquareRootOfSize
+from torchmetrics.classification import MulticlassMatthewsCorrCoef
+
+class MyMetric(MulticlassMatthewsCorrCoef):
+    def __init__(self):
+        super().__init__(num_classes=10)
 
 class MyModel(torch.nn.Sequential):
     def __init__(self, width):

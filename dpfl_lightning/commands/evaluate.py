@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     report = evaluate_run(options, Path(flags.run))
     if flags.json:
-        print(json.dumps(report))
+        print(json.dumps(report, default=vars))
         return 0
     from dpfl_lightning.federated.server.scores import Column, in_words, remarks, score_columns
     from dpfl_lightning.reporting.terminal import print_table
@@ -138,4 +138,5 @@ def evaluate_run(options: Options, run: Path) -> dict:
     test = scores.test
     on_test = {"test_accuracy": test.accuracy, "test_loss": test.loss, "test_metrics": test.metrics}
     more = {"baseline": dict(scores.baseline), "undefined": dict(test.undefined), "personal": personal}
+    more["measures"] = dict(scores.measures)
     return {"test_set": population.test is not None, **on_test, **more, "clients": rows}

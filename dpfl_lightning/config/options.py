@@ -18,7 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Union, get_arg
 from annotated_types import Interval
 
 from dpfl_lightning.config.published import DRAWN
-from dpfl_lightning.config.registry import NAMES, REGISTRIES, check_names, described, names_of
+from dpfl_lightning.config.registry import NAMES, REGISTRIES, USERS, check_names, described, names_of
 from dpfl_lightning.config.typed import PerClient, That, alternatives, in_words, valid
 from dpfl_lightning.errors import nearest, require, shortened
 from dpfl_lightning.runtime.text import without_credentials
@@ -259,7 +259,8 @@ class EvaluationOptions(Section, section="evaluation"):
     Args:
         every: number of rounds between two evaluations; the last round is always evaluated.
         metrics: list of metrics beside accuracy, such as [auroc, f1]; empty uses those of the task. Values of several
-            classes are averaged (macro).
+            classes are averaged (macro). A torchmetrics.Metric of your own is package.module.Class or {class_path,
+            init_args, name}; without a name it has that of its class in snake case.
         exact_times: report the times of rounds and of the run as measured, which a caveat of the guarantee states. By
             default only times of the whole run are reported, rounded up to a power of two seconds, because a time can
             depend on records. Simulations and runs without privacy always report exact times. A resumed run cannot
@@ -267,7 +268,7 @@ class EvaluationOptions(Section, section="evaluation"):
     """
 
     every: Count = 1
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[str | dict, ...] = ()
     exact_times: bool = False
 
 
@@ -435,7 +436,7 @@ def checked(key: str, value: Any, hint: Any) -> Any:
         public, must = without_credentials(value), "have no user name, password or token"
         advice = "Set MLFLOW_TRACKING_URI instead, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
         require(value == public, key, must, public, advice)
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) or key in USERS:
         check_names(key, value)
     return value
 

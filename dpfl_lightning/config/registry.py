@@ -57,6 +57,10 @@ NAMES = {
 }
 
 
+#: keys that accept a user's class as package.module.Class beside names -> what the class derives from
+USERS = {"strategies": "Strategy", "evaluation.metrics": "torchmetrics.Metric"}
+
+
 @functools.cache
 def names_of(key: str) -> list[str]:
     """Return the names that a key accepts; empty if it accepts no names.
@@ -70,7 +74,7 @@ def names_of(key: str) -> list[str]:
     return [name for module, attribute in registries for name in _keys_in(module, attribute)]
 
 
-def check_names(key: str, value: Mapping[str, Any]) -> None:
+def check_names(key: str, value: Any) -> None:
     """Raise UserError if the value of a key contains an unknown name. The registries themselves are not imported.
 
     >>> check_names("data.partition", {"name": "idd"})
@@ -80,11 +84,11 @@ def check_names(key: str, value: Mapping[str, Any]) -> None:
 overlapping, got 'idd'. Did you mean `iid`?
     """
     known = names_of(key)
-    if key == "strategies":
-        must = f"name one of {', '.join(known)}, or a user-defined Strategy as package.module.Class"
-        for name in value:
+    if key in USERS:
+        must = f"name one of {', '.join(known)}, or a user-defined {USERS[key]} as package.module.Class"
+        for name in (given for given in value if isinstance(given, str)):
             require(name in known or "." in name, key, must, name, nearest(name, known))
-    elif known and "name" in value:
+    elif known and isinstance(value, Mapping) and "name" in value:
         require_one_of(known, f"{key}.name", value["name"])
 
 
@@ -127,6 +131,26 @@ def _require_known(key: str, name: str, value: object, what: str, known: Iterabl
     require(name in listed, f"{key}.{name}", must, value, nearest(name, listed))
 
 
+def build_object(key: str, given: Mapping[str, Any], base: type[T], **usual: Any) -> T:
+    """Return the object of `{class_path, init_args}` below `key`, of a class that derives from `base`.
+
+    `usual` are arguments that the class gets if it takes them. Raises UserError.
+    """
+    keys = "have a class_path and init_args alone"
+    require("class_path" in given and given.keys() <= {"class_path", "init_args"}, key, keys, dict(given))
+    path, arguments = str(given["class_path"]), given.get("init_args") or {}
+    require(isinstance(arguments, Mapping), f"{key}.init_args", "be a mapping", arguments)
+    takes = inspect.signature(imported(f"{key}.class_path", path, base)).parameters
+    try:
+        made: T = made_by(key, path, {**{name: one for name, one in usual.items() if name in takes}, **arguments})
+    except UserError:
+        raise
+    except (ImportError, TypeError, ValueError) as error:
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise UserError(f"`{key}` must work, got from {path}: {type(error).__name__}: {reason}.") from None
+    return made
+
+
 def imported(key: str, class_path: str, base: type[T]) -> type[T]:
     """Return the class package.module.Class that `key` names, or raise UserError unless it derives from `base`."""
     kind = _imported(key, class_path)
@@ -167,12 +191,18 @@ def users_code(key: str, class_path: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        frames = [one for one in traceback.extract_tb(error.__traceback__) if _is_users(one.filename)]
-        if not frames and not isinstance(error, SyntaxError):
+        frame = users_frame(error)
+        if frame is None and not isinstance(error, SyntaxError):
             raise  # not an error of the user's code
-        where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+        where = "" if frame is None else f" ({frame.filename}, line {frame.lineno})"
         words = f"{type(error).__name__}: {error}".rstrip(".")
         raise UserError(f"`{key}` must work, got from {class_path}: {words}{where}.") from error
+
+
+def users_frame(error: Exception) -> traceback.FrameSummary | None:
+    """Return the last line of the user's code that an exception went through."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if _is_users(one.filename)]
+    return frames[-1] if frames else None
 
 
 def _is_users(file: str) -> bool:

@@ -125,7 +125,7 @@ def in_words(hint: Any) -> str:
     if kind in (tuple, Sequence):
         if get_origin(inner[0]) is Literal:
             return f"a list of names ({', '.join(get_args(inner[0]))})"
-        return re.sub(r"^(a )?(whole )?(\w+)", r"a list of \2\3s", in_words(inner[0]))
+        return re.sub(r"^(a )?(whole )?(\w+)", r"a list of \2\3s", in_words(inner[0])).replace("a mapping", "mappings")
     return "any value"
 
 

@@ -12,7 +12,7 @@ from dpfl_lightning.errors import require
 from dpfl_lightning.models import check_net
 from dpfl_lightning.models.derivatives import Differentiating
 from dpfl_lightning.models.operators import CheckedOperators
-from dpfl_lightning.models.tasks import Task, build_task, task_of
+from dpfl_lightning.models.tasks import Measure, Task, build_task, task_of
 from dpfl_lightning.privacy.clipping.inputs import Inputs, arguments
 from dpfl_lightning.privacy.clipping.reference import Params
 from dpfl_lightning.privacy.clipping.stateless import call, further_names
@@ -40,12 +40,12 @@ class Model(nn.Module):
     """
 
     #: the task that fits model and data, once a run knows both; `task_note` says where it comes from,
-    #: and `task_advice` how to choose another one; `scores` are names of what an evaluation measures, `further_scores`
-    #: of what it could
+    #: and `task_advice` how to choose another one; `scores` are what an evaluation measures, by name, and
+    #: `further_scores` the names of what it could
     task: Task | None = None
     task_note: str = ""
     task_advice: str = ""
-    scores: tuple[str, ...] = ()
+    scores: Mapping[str, Measure] = {}
     further_scores: tuple[str, ...] = ()
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar
 
@@ -93,6 +93,42 @@ def expected_intervals(output: Tensor) -> Tensor:
     tensor([0.7500])
     """
     return F.logsigmoid(-output).cumsum(dim=1).exp().sum(dim=1)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Which values of a score are better, and what its baseline is.
+
+    Args:
+        higher_is_better: whether the best value is the largest one.
+        target: the best value of a score that is right between others; None if it is an extreme one.
+        constant: the best constant prediction, in words; empty if the score has no baseline.
+    """
+
+    higher_is_better: bool = True
+    target: float | None = None
+    constant: str = "best constant"
+
+    def merit(self, value: float) -> float:
+        """Return a number that is larger for better values.
+
+        >>> Measure().merit(2.0), Measure(higher_is_better=False).merit(2.0), Measure(target=3.0).merit(2.0)
+        (2.0, -2.0, -1.0)
+        """
+        if self.target is not None:
+            return -abs(value - self.target)
+        return value if self.higher_is_better else -value
+
+    def worst(self, values: Iterable[float]) -> float:
+        """Return the worst value of a score."""
+        return min(values, key=self.merit)
+
+
+#: the scores beside metrics
+MEASURES = {
+    "loss": Measure(higher_is_better=False, constant=""),
+    "accuracy": Measure(constant="majority class"),
+}
 
 
 @dataclass(frozen=True)
@@ -190,6 +226,15 @@ class Task:
     def num_for_metrics(self, output: Tensor, y: Tensor, num_classes: int) -> int:
         """Return the number of classes, or of labels, for metrics."""
         return num_classes
+
+    def metric_options(self, num: int) -> dict[str, Any]:
+        """Return the arguments that torchmetrics needs for this task with `num` classes or labels."""
+        of_classes = {"task": self.kind, "num_classes": num, "validate_args": False} if self.kind else {}
+        return {**of_classes, **({"ignore_index": IGNORED} if self.ignores else {})}
+
+    def largest_label(self, num_classes: int) -> int:
+        """Return the largest integer that may be a label."""
+        return num_classes - 1
 
     @property
     def takes_floats(self) -> bool:
@@ -336,6 +381,12 @@ class Multilabel(Task):
 
     def num_for_metrics(self, output: Tensor, y: Tensor, num_classes: int) -> int:
         return output.shape[1]
+
+    def metric_options(self, num: int) -> dict[str, Any]:
+        return {"task": self.kind, "num_labels": num, "validate_args": False}
+
+    def largest_label(self, num_classes: int) -> int:
+        return 1
 
 
 class Regression(Task):

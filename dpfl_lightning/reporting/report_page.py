@@ -3,7 +3,6 @@
 import base64
 import io
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -18,6 +17,7 @@ from dpfl_lightning.federated.server.scores import (
     formatted,
     in_words,
     main_scores,
+    measure_of,
     remarks,
     rows_of,
     score_cells,
@@ -26,7 +26,6 @@ from dpfl_lightning.federated.server.scores import (
     spread,
     stated,
     title,
-    worst,
 )
 from dpfl_lightning.reporting.charts import Chart, Series
 from dpfl_lightning.reporting.curves import history, over_seeds
@@ -134,7 +133,8 @@ def _summary(name: str, group: RunGroup, scores: Mapping[str, str], ledgers: Map
     seeds += f", {counted(group.missing, 'folder')} missing" if group.missing else ""
     state = seeds or ("finished" if results else f"unfinished after {done[0]} of {group.runs[0].info.rounds} rounds")
     verified = sum(ledgers[str(run.folder)] == "verified" for run in group.runs)
-    worst_of = [(name, worst(name, values)) for name, values in map(main_scores, results) if values]
+    known = [(name, values) for name, values in map(main_scores, results) if values]
+    worst_of = [(name, measure_of(results[0], name).worst(values)) for name, values in known]
     score = worst_of[0][0] if worst_of else ""
     return {
         "run": name,
@@ -197,7 +197,7 @@ def _fairness(names: Sequence[str], groups: Sequence[RunGroup]) -> Rows:
         functions: dict[str, Callable[[Sequence[float]], float]] = {
             "mean": fmean,
             "std over clients": pstdev,
-            "worst": partial(worst, score),
+            "worst": measure_of(results[0], score).worst,
             "gap": lambda values: max(values) - min(values),
         }
         values = {title: spread(score, [of(values) for _, values in known]) for title, of in functions.items()}

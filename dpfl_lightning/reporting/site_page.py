@@ -8,8 +8,9 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
-from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER, Score
-from dpfl_lightning.federated.server.scores import formatted, scores_of
+from dpfl_lightning.federated.messages.evaluation import Score
+from dpfl_lightning.federated.server.scores import formatted, measure_of, scores_of
+from dpfl_lightning.models.tasks import Measure
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.reporting.odds import Odds, of_several, one_in
 from dpfl_lightning.runtime.text import at_most
@@ -177,6 +178,7 @@ class SiteScores:
     records: int
     score: Score
     baseline: Mapping[str, float | None]
+    measures: Mapping[str, Measure]
     released: Guarantee
 
 
@@ -255,7 +257,7 @@ def _of_scores(kept: SiteScores) -> dict[str, Any]:
         "round": kept.round,
         "records": f"{kept.records:,}",
         "counts_held_out": kept.released.counts_held_out,
-        "verdict": _verdict(scores_of(vars(kept.score)), kept.baseline),
+        "verdict": _verdict(kept),
         "rows": [
             {"score": name, "model": formatted(name, value), "best constant": _constant(name, kept.baseline)}
             for name, value in scores_of(vars(kept.score)).items()
@@ -272,14 +274,15 @@ def _of_scores(kept: SiteScores) -> dict[str, Any]:
     }
 
 
-def _verdict(scores: Mapping[str, float | None], baseline: Mapping[str, float | None]) -> str:
+def _verdict(kept: SiteScores) -> str:
     """Return in words whether the model is better than the best constant prediction; by the accuracy if it has one."""
-    known = {name: (one, baseline.get(name)) for name, one in scores.items()}
+    known = {name: (one, kept.baseline.get(name)) for name, one in scores_of(vars(kept.score)).items()}
     named = [(name, one, other) for name, (one, other) in known.items() if one is not None and other is not None]
     if not named:
         return "Nothing says whether the model is better than giving all records one answer."
     name, model, constant = next((one for one in named if one[0] == "accuracy"), named[0])
-    better = model < constant if name in SMALLER_IS_BETTER else model > constant
+    measure = measure_of(vars(kept), name)
+    better = measure.merit(model) > measure.merit(constant)
     figures = f"{name} {formatted(name, model)} against {formatted(name, constant)}"
     return f"The model is {'better' if better else 'no better'} than giving all records one answer: {figures}."
 

@@ -10,9 +10,9 @@ from statistics import fmean, stdev
 
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import require, require_one_of
-from dpfl_lightning.federated.client.metrics import METRICS
-from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER
-from dpfl_lightning.models.tasks import Task
+from dpfl_lightning.federated.client.metrics import METRICS, metrics_of
+from dpfl_lightning.federated.client.module import named_metrics
+from dpfl_lightning.models.tasks import MEASURES, Measure, Task
 from dpfl_lightning.search.options import AT_THE_END
 
 Measured = Mapping[str, float | None]  # name -> value on the records that score; None where they do not define it
@@ -56,15 +56,20 @@ class Outcome:
         return [value for one in self.measured if (value := one.get(name)) is not None]
 
 
-def directions(scores: Sequence[str]) -> dict[str, bool]:
-    """Return whether a larger value of each score is better. Raises UserError if a score is unknown.
+def directions(scores: Sequence[str], options: Options) -> dict[str, bool]:
+    """Return whether a larger value of each score of a run is better. Raises UserError if it is unknown, or neither.
 
-    >>> directions(["auroc", "mae"])
+    >>> directions(["auroc", "mae"], Options())
     {'auroc': True, 'mae': False}
     """
+    metrics = {**METRICS, **named_metrics(options.evaluation.metrics)}
+    known = {**MEASURES, **dict.fromkeys(AT_THE_END, Measure(higher_is_better=False))}
     for name in scores:
-        require_one_of(["accuracy", "loss", *AT_THE_END, *METRICS], "sweep.scores", name)
-    return {name: name not in (*SMALLER_IS_BETTER, *AT_THE_END) for name in scores}
+        require_one_of([*MEASURES, *AT_THE_END, *metrics], "sweep.scores", name)
+        known |= {name: metrics[name].measure()} if name in metrics else {}
+        extreme = "be scores whose best value is the largest or the smallest"
+        require(known[name].target is None, "sweep.scores", extreme, name, "Use another score, such as pinball.")
+    return {name: known[name].higher_is_better for name in scores}
 
 
 def reported(scores: Sequence[str], options: Options) -> Options:
@@ -78,9 +83,9 @@ def reported(scores: Sequence[str], options: Options) -> Options:
     return dataclasses.replace(options, evaluation=dataclasses.replace(options.evaluation, metrics=every))
 
 
-def check_scores(scores: Sequence[str], task: Task) -> None:
+def check_scores(scores: Sequence[str], task: Task, options: Options) -> None:
     """Raise UserError unless a model of the task has these scores."""
-    metrics = [name for name, metric in METRICS.items() if isinstance(task, metric.tasks)]
+    metrics = {**metrics_of(task), **named_metrics(options.evaluation.metrics)}
     known = [*(["accuracy"] if task.has_accuracy else []), "loss", *metrics, *AT_THE_END]
     for name in scores:
         require(name in known, "sweep.scores", f"be scores of task {task.name} ({', '.join(known)})", name)

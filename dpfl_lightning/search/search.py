@@ -57,7 +57,7 @@ class Search:
         self, sweep: SweepOptions, options: Options, train: Train, workers: int = 1, helping: bool = False
     ) -> None:
         check(sweep)
-        self.directions = directions(sweep.scores)
+        self.directions = directions(sweep.scores, options)
         self.folder = Path(options.output_dir or f"runs/{sweep.name}")
         self.sweep, self.options, self._train = sweep, dataclasses.replace(options, output_dir=None), train
         self.dimensions = parse(sweep.space, sweep.objective)
@@ -95,7 +95,9 @@ class Search:
         self.folder.mkdir(parents=True, exist_ok=True)
         # Check the folder before opening the study, because another worker may start a trial in between.
         made = any((self.folder / "trials" / str(sweep.name)).glob("*"))
-        self.study = Study(sweep, self.dimensions, url, self._identity(), options.seed, first=not helping)
+        self.study = Study(
+            sweep, self.dimensions, url, self._identity(), self.directions, options.seed, first=not helping
+        )
         must = f"be the folder of study {sweep.name} in {self._url}, which has no trial yet"
         advice = "It contains trials of another study: set another output_dir or sweep.name, or the storage of these."
         require(not made or bool(self.study.begun()), "output_dir", must, str(self.folder), advice)

@@ -18,7 +18,6 @@ from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import UserError, in_one_line, require
 from dpfl_lightning.runtime.text import without_credentials
 from dpfl_lightning.search.options import SweepOptions
-from dpfl_lightning.search.scores import directions
 
 warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of heartbeats and samplers
 
@@ -29,17 +28,20 @@ _FAILS = (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.OptunaError, ImportE
 GivenUp = Callable[[optuna.Study, FrozenTrial], None]
 
 
-def opened(sweep: SweepOptions, url: str, given_up: GivenUp) -> tuple[optuna.Study, RDBStorage]:
+def opened(
+    sweep: SweepOptions, url: str, directions: Mapping[str, bool], given_up: GivenUp
+) -> tuple[optuna.Study, RDBStorage]:
     """Open the study of that name in the database; creates it if missing.
 
-    `given_up` is called with a trial whose worker has sent no heartbeat for three intervals.
+    `directions` say of each score whether a larger value is better. `given_up` is called with a trial whose worker has
+    sent no heartbeat for three intervals.
     """
     options = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None
     try:
         storage = _with_tables(url, options, sweep.heartbeat_seconds, given_up)
         _one_at_a_time(storage.engine)
         known = {True: StudyDirection.MAXIMIZE, False: StudyDirection.MINIMIZE}
-        wanted = [known[higher] for higher in directions(sweep.scores).values()]
+        wanted = [known[higher] for higher in directions.values()]
         study = optuna.create_study(storage=storage, study_name=sweep.name, directions=wanted, load_if_exists=True)
         return study, storage
     except _FAILS as error:

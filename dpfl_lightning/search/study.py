@@ -17,7 +17,6 @@ from dpfl_lightning.errors import UserError, in_one_line, require
 from dpfl_lightning.runtime.stopping import check_starter, words_and_status
 from dpfl_lightning.search.options import AT_THE_END, SweepOptions
 from dpfl_lightning.search.samplers import pruner, sampler
-from dpfl_lightning.search.scores import directions
 from dpfl_lightning.search.space import Dimension, drawn
 from dpfl_lightning.search.storage import agreed, opened
 
@@ -60,6 +59,7 @@ class Study:
 
     Args:
         identity: everything that determines the meaning of a trial, ready for JSON; all workers must have the same.
+        directions: of each score whether a larger value is better.
         seed: seed of the sampler, unless it has a seed itself. Only the first worker of a new study draws with it, so
             that others do not repeat its trials. All continue its order of a grid or a sequence (qmc).
         first: whether this is the first worker on this machine.
@@ -71,13 +71,14 @@ class Study:
         dimensions: Mapping[str, Dimension],
         url: str,
         identity: Mapping[str, Any],
+        directions: Mapping[str, bool],
         seed: int,
         first: bool = True,
     ) -> None:
-        self._sweep, self._dimensions = sweep, dimensions
+        self._sweep, self._dimensions, self._directions = sweep, dimensions, directions
         self._running: Running | None = None  # the trial that runs here
         sampler(sweep, dimensions, None, 0), pruner(sweep)  # checks both before the database is opened
-        self._study, self._storage = opened(sweep, url, self._given_up)
+        self._study, self._storage = opened(sweep, url, directions, self._given_up)
         new = agreed(self._study, identity)
         seed = seed if sweep.sampler.get("seed") is None else sweep.sampler["seed"]
         self._study.sampler = sampler(sweep, dimensions, seed if new and first else None, seed)
@@ -208,13 +209,13 @@ class Study:
         """Return the best trial, or the Pareto front of several scores ordered by the first score; may be empty."""
         if not self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
             return []
-        first, higher = next(iter(directions(self._sweep.scores).items()))
+        first, higher = next(iter(self._directions.items()))
         front = sorted(map(self._trial, self._study.best_trials), key=lambda one: one.scores[first], reverse=higher)
         return front[:1] if len(self._sweep.scores) == 1 else front  # of one score, several may share the best value
 
     def table(self, most: int = 10) -> str:
         """Return the best complete trials, or the whole Pareto front, as a table ordered by the first score."""
-        scores = directions(self._sweep.scores)
+        scores = self._directions
         first, higher = next(iter(scores.items()))
         frame = self._study.trials_dataframe(("number", "state", "user_attrs", "params"))
         frame = frame[frame["state"] == "COMPLETE"]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dpfl_lightning.federated.messages import clients, evaluation, facts, jobs, plan, query, requests, schedule, update
 from dpfl_lightning.models import augmentation, learning_rates, optimizers
+from dpfl_lightning.models.tasks import Measure
 from dpfl_lightning.privacy import mechanism
 from dpfl_lightning.privacy.accounting import events, planned
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
@@ -79,7 +80,7 @@ register(*mechanism.MECHANISMS, mechanism.ExponentialMechanism, *events.RELEASES
 register(planned.Planned, planned.ClientSchedule)
 register(*optimizers.OPTIMIZERS.values(), *learning_rates.SCHEDULES.values())
 register(requests.Train, requests.Ask, requests.Evaluate, exchange.ToNode, exchange.Hello)
-register(BatchForm, exchange.Site, exchange.Terms, exchange.Paid, exchange.Welcome)
+register(BatchForm, Measure, exchange.Site, exchange.Terms, exchange.Paid, exchange.Welcome)
 register(exchange.Released, exchange.Refused, exchange.Signed, receipt.Receipt, Head)
 
 

@@ -16,7 +16,9 @@ class TestStorage(pytest_storages.StorageTestCase):
 
     @pytest.fixture
     def storage(self, tmp_path):
-        study, storage = opened(SweepOptions(name="study"), f"sqlite:///{tmp_path}/study.db", given_up)
+        study, storage = opened(
+            SweepOptions(name="study"), f"sqlite:///{tmp_path}/study.db", {"accuracy": True}, given_up
+        )
         storage.delete_study(study._study_id)
         yield storage
         storage.remove_session()

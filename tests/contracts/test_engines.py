@@ -27,6 +27,7 @@ from dpfl_lightning.federated.server import aggregate
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.models.augmentation import ClassAugmentation
+from dpfl_lightning.models.tasks import TASKS
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace, Mechanism
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import poisson_rows, rows_of_each_class
@@ -98,14 +99,14 @@ def test_engine_equals_the_reference(engine, make_loop):
     assert not torch.allclose(pulled, plain)
 
 
-@pytest.mark.parametrize("task", ["segmentation", "language_modeling"])
-def test_engines_equal_the_reference_for_labels_of_any_shape(task, make_loop):
+@pytest.mark.parametrize("task", TASKS)
+def test_engines_equal_the_reference_for_each_task(task, make_loop):
     torch.manual_seed(0)
-    net, options = task_cases.NETS[task](), {"population": task_cases.population(task)}
+    net, options = task_cases.module_of(task), {"population": task_cases.population(task)}
     options |= {"privacy": PrivacyOptions(noise_multiplier=0.5), "clients": ClientOptions(3, 4, learning_rate=0.3)}
-    expected = released("serial", make_loop, module=ClientModule(copy.deepcopy(net)), **options)
+    expected = released("serial", make_loop, module=copy.deepcopy(net), **options)
     for engine in OTHERS:
-        actual = released(engine, make_loop, module=ClientModule(copy.deepcopy(net)), **options)
+        actual = released(engine, make_loop, module=copy.deepcopy(net), **options)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 

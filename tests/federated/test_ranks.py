@@ -26,7 +26,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ["--config", "conf/digits.yaml", "--tracking", "null", "--privacy.noise_key", FIXED_KEY]
-DIGITS += ["--evaluation.metrics", "[auroc]"]  # rank 0 alone computes it
+OWN = "{class_path: torchmetrics.classification.MulticlassMatthewsCorrCoef, init_args: {num_classes: 10}}"
+DIGITS += ["--evaluation.metrics", f"[auroc, {OWN}]"]  # rank 0 alone computes them
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from dpfl_lightning.federated.server import folder, history
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.federated.server.results import read_guarantees
 from dpfl_lightning.federated.server.run import read_about, read_result
+from dpfl_lightning.models.tasks import Measure
 from dpfl_lightning.privacy.compose import Limit
 from dpfl_lightning.privacy.ledger import file as ledger
 from dpfl_lightning.privacy.ledger.file import read_head
@@ -161,7 +162,7 @@ def write_samples() -> None:
     node.plan_folder("0").mkdir(parents=True)
     node.save(sites.settings_for(0))
     node._write("0", Reservation(2.0, 1e-3, client=0, most_numbers=5200))
-    scores = KeptScores(2, 9, Score(0.5, 0.7, {"auroc": 0.6}), {"accuracy": 0.5})
+    scores = KeptScores(2, 9, Score(0.5, 0.7, {"auroc": 0.6}), {"accuracy": 0.5}, {"auroc": Measure()})
     (node.plan_folder("0") / "scores.json").write_text(wire.to_text(scores))
 
 

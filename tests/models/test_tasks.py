@@ -3,13 +3,16 @@
 import dataclasses
 import json
 import math
+import pickle
+import re
 from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
 import sklearn.metrics as sk
 import torch
-from task_cases import NETS, K, N, T, V, population, records
+from rooms import ROOT
+from task_cases import CASES, NETS, K, N, T, V, module_of, population, records
 from torch import nn
 from torch.func import vmap
 from torch.nn import functional as F
@@ -27,8 +30,8 @@ from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.dummy_data import dummy_batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.identity import module_digest
-from dpfl_lightning.federated.client.metrics import METRICS, Metrics
-from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER, ClientModels
+from dpfl_lightning.federated.client.metrics import METRICS, Metric, Metrics, metrics_of
+from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.models.tasks import TASKS, ClassWeightedLoss, build_task, task_of
 from dpfl_lightning.papers.distillation.distillation import Distillation
@@ -124,8 +127,8 @@ def test_a_causal_model_is_compared_with_the_next_token():
     assert torch.equal(torch.stack(causal.hits(output, y)), torch.stack(task.hits(output[:, :-1], y[:, 1:])))
     shifted = value_of("language_modeling", "perplexity", output[:, :-1], y[:, 1:])
     assert value_of("causal_lm", "perplexity", output, y) == shifted
-    for one in (evaluation.of_constant(["perplexity"], causal, V, y),):
-        assert one == evaluation.of_constant(["perplexity"], task, V, y[:, 1:])
+    for one in (evaluation.of_constant(some("perplexity"), causal, V, y),):
+        assert one == evaluation.of_constant(some("perplexity"), task, V, y[:, 1:])
 
 
 class NumbersForCausalLM(nn.Module):
@@ -166,15 +169,19 @@ def test_masks_may_have_a_channel_and_be_of_any_type(dtype):
     assert value_of("segmentation", "dice", x, people.y, classes=2) == 1.0
 
 
+def some(*names: str) -> dict[str, Metric]:
+    return {name: METRICS[name] for name in names}
+
+
 def value_of(task: str, name: str, output, y, batches: int = 1, classes: int = K) -> float | None:
-    metrics = Metrics([name], TASKS[task], classes)
+    metrics = Metrics({name: METRICS[name]}, TASKS[task], classes)
     for part in torch.arange(len(y)).chunk(batches):
         metrics.update(output[part], y[part])
     return metrics.values()[name]
 
 
 def why_undefined(task: str, name: str, output, y) -> str:
-    metrics = Metrics([name], TASKS[task], K)
+    metrics = Metrics({name: METRICS[name]}, TASKS[task], K)
     metrics.update(output, y)
     assert metrics.values() == {name: None}
     return metrics.undefined()[name]
@@ -241,9 +248,43 @@ def test_metrics_are_those_of_scikit_learn_in_one_batch_or_in_several():
     assert error is not None and 0 <= error <= 1
 
 
-def test_the_metrics_of_which_smaller_values_are_better_are_those_of_torchmetrics():
-    created = {name: metric.create(metric.tasks[0](), 3) for name, metric in METRICS.items()}
-    assert {name for name, metric in created.items() if not metric.higher_is_better} == SMALLER_IS_BETTER - {"loss"}
+@pytest.mark.parametrize("name", METRICS)
+def test_a_metric_has_the_direction_that_torchmetrics_says(name):
+    metric, measure = METRICS[name], METRICS[name].measure()
+    for task in (one for one in TASKS.values() if isinstance(one, metric.tasks)):
+        made = metric.create(task, 3)
+        assert metric.measure(task) == measure and made.higher_is_better in (True, False, None)
+        assert (made.higher_is_better is None) == (measure.target is not None)
+        assert measure.higher_is_better == bool(made.higher_is_better)
+        again = pickle.loads(pickle.dumps(metric)).create(task, 3)
+        assert type(again) is type(made)
+    assert bool(metric.constant) == (name != "calibration_error")
+
+
+def test_some_metrics_are_best_where_they_are_smallest_and_coverage_at_its_quantile():
+    worst = {name: metric.measure().worst([0.1, 0.6, 0.9]) for name, metric in METRICS.items()}
+    assert {name for name, value in worst.items() if value == 0.9} == {
+        *("mae", "mse", "rmse", "perplexity", "calibration_error", "pinball")
+    }
+    high = METRICS["coverage"].measure(build_task({"name": "quantile_regression", "quantile": 0.9}))
+    assert high.worst([0.1, 0.6, 0.99]) == 0.1 and high.merit(0.9) > high.merit(0.95) > high.merit(0.7)
+
+
+def test_each_task_has_an_example_and_is_on_the_pages_with_its_metrics():
+    assert list(CASES) == list(TASKS)
+    features, models = ((ROOT / "docs" / page).read_text() for page in ("features.md", "howto/model.md"))
+    for name in (*TASKS, *METRICS):
+        assert re.search(rf"[ *`]{name}[ ,*`]", features) and re.search(rf"[ *`]{name}[ ,*`]", models), name
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_metric_is_the_same_of_one_batch_and_of_several(task):
+    x, y, classes = records(task)
+    torch.manual_seed(0)
+    output = CASES[task].net()(x).detach()
+    for name in metrics_of(TASKS[task]):
+        whole, parts = (value_of(task, name, output, y, batches, classes or 1) for batches in (1, 7))
+        assert whole is not None and parts == pytest.approx(whole, rel=1e-5), name
 
 
 def test_a_set_that_does_not_define_a_metric_has_none_of_it():
@@ -257,22 +298,23 @@ def test_a_set_that_does_not_define_a_metric_has_none_of_it():
 
 def test_the_baseline_is_the_best_constant_prediction():
     rare, real = (torch.arange(50) < 3).long(), torch.arange(50.0) ** 2
-    found = evaluation.of_constant(["auroc", "average_precision", "f1", "calibration_error"], TASKS["binary"], 2, rare)
+    metrics = some("auroc", "average_precision", "f1", "calibration_error")
+    found = evaluation.of_constant(metrics, TASKS["binary"], 2, rare)
     expected = {"accuracy": 0.94, "auroc": 0.5, "average_precision": 0.06, "f1": 0.0}
     assert found == pytest.approx(expected)
-    found = evaluation.of_constant(["mae", "rmse", "r2"], TASKS["regression"], 1, real)
+    found = evaluation.of_constant(some("mae", "rmse", "r2"), TASKS["regression"], 1, real)
     mean = torch.full((50,), float(real.mean()))
     errors = {"mae": score(sk.mean_absolute_error, real, mean), "rmse": float(real.std(correction=0)), "r2": 0.0}
     assert found.pop("accuracy") is None and found == pytest.approx(errors)
 
 
 @pytest.mark.usefixtures("code_was_read")
-@pytest.mark.parametrize("task", NETS)
+@pytest.mark.parametrize("task", TASKS)
 def test_every_task_trains_and_reports(task, tmp_path):
     people = population(task)
     torch.manual_seed(0)
-    fitting = [name for name, metric in METRICS.items() if isinstance(TASKS[task], metric.tasks)]
-    module = ClientModule(NETS[task](), metrics=fitting)
+    fitting = list(metrics_of(TASKS[task]))
+    module = module_of(task, metrics=fitting)
     loop = FederatedLoop(
         people,
         module,
@@ -285,18 +327,20 @@ def test_every_task_trains_and_reports(task, tmp_path):
     result = loop.run()
     assert loop.clients.description == "fast (exact rules for all layers)"
     seen = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert loop.info.task.startswith(f"{task} (inferred from outputs [B")
-    assert (result.test_accuracy is None) == (task == "regression") and math.isfinite(result.test_loss)
+    named = "inferred from outputs [B" if TASKS[task].inferred else "named)"
+    assert loop.info.task.startswith(str(TASKS[task])) and named in loop.info.task
+    assert (result.test_accuracy is None) != TASKS[task].has_accuracy and math.isfinite(result.test_loss)
     assert set(result.test_metrics) == set(fitting) == set(result.clients[0]["metrics"]) == set(result.metrics_mean)
     assert all(value is not None and math.isfinite(value) for value in result.test_metrics.values())
-    assert set(result.baseline) == {"accuracy", *fitting} - {"calibration_error"} and result.undefined == {}
+    compared = {name for name in fitting if METRICS[name].constant}
+    assert set(result.baseline) == {"accuracy", *compared} and result.undefined == {}
     assert seen["test_metrics"] == result.test_metrics and result.clients[2]["metrics"] == {}
 
 
 @pytest.mark.usefixtures("code_was_read")
-@pytest.mark.parametrize("task", NETS)
+@pytest.mark.parametrize("task", TASKS)
 def test_gradients_by_layer_rules_are_those_of_vmap(task):
-    module, people = ClientModule(NETS[task]()), population(task)
+    module, people = module_of(task), population(task)
     x, y = dummy_batch(people, 4, torch.device("cpu"))
     assert clipped_sum_for(module.net, module.sample_loss, x, y)[1] == "fast: exact rules for all layers"
     models = module.flat + torch.randn(2, module.num_params)
@@ -304,9 +348,9 @@ def test_gradients_by_layer_rules_are_those_of_vmap(task):
     torch.testing.assert_close(alone, losses_at(module, models, x, y), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("task", ["segmentation", "language_modeling"])
+@pytest.mark.parametrize("task", [task for task in TASKS if records(task)[1].dim() > 1])
 def test_evaluation_in_small_batches_gives_the_same_scores(task, monkeypatch):
-    people, module = population(task), ClientModule(NETS[task]())
+    people, module = population(task), module_of(task)
     engine, models = SerialEngine(), ClientModels(module.flat[None], (0, 0, 0))
     engine.setup(module, HeldClients(people), Streams(), "poisson")
     whole, sizes = evaluation.evaluate(module, people, models, engine), []
@@ -507,7 +551,7 @@ def test_the_c_index_counts_pairs_whose_order_is_known():
     assert index(2, 1, 3, 4) == 3 / 4 and index(1, 2, 4, 3) == 3 / 4 and index(1, 1, 2, 3) == 7 / 8
     censored = torch.tensor([[0, 0], [1, 0]])
     assert why_undefined("survival", "c_index", HAZARDS[:2], censored).startswith("have no two")
-    constant = evaluation.of_constant(["c_index"], TASKS["survival"], 2, TIMES)
+    constant = evaluation.of_constant(some("c_index"), TASKS["survival"], 2, TIMES)
     assert constant == {"accuracy": None, "c_index": 0.5}
 
 
@@ -554,7 +598,7 @@ def test_the_pinball_loss_is_that_of_scikit_learn(quantile):
     y = torch.randn(30, generator=torch.Generator().manual_seed(1))
     losses = task.loss(output[:, None], y)
     assert float(losses.mean()) == pytest.approx(sk.mean_pinball_loss(y, output, alpha=quantile), abs=1e-6)
-    metrics = Metrics(["pinball", "coverage", "mae"], task, 1)
+    metrics = Metrics(some("pinball", "coverage", "mae"), task, 1)
     for part in range(3):
         metrics.update(output[10 * part :][:10, None], y[10 * part :][:10])
     assert metrics.values()["pinball"] == pytest.approx(float(losses.mean()), abs=1e-6)

@@ -9,25 +9,27 @@ from dpfl_lightning.models.tasks import TASKS
 from dpfl_lightning.search.scores import Outcome, check_scores, directions, reported
 
 
-def test_every_metric_of_a_run_has_a_direction():
-    known = directions([*metrics.METRICS, "accuracy", "loss", "num_params", "seconds"])
+def test_every_metric_of_a_run_has_a_direction_or_is_refused():
+    searched = [name for name, metric in metrics.METRICS.items() if metric.measure().target is None]
+    known = directions([*searched, "accuracy", "loss", "num_params", "seconds"], Options())
     assert known["auroc"] and known["r2"] and known["accuracy"]
     assert not (known["mae"] or known["perplexity"] or known["loss"] or known["num_params"])
+    for name in metrics.METRICS.keys() - {*searched}:
+        with pytest.raises(UserError, match=r"`sweep\.scores` must be scores whose best value is the largest or"):
+            directions([name], Options())
 
 
 def test_an_unknown_score_is_refused_with_the_way_out():
-    with pytest.raises(UserError, match=r"`sweep\.scores` must be one of accuracy, .*'aurok'\. Did you mean `auroc`"):
-        directions(["aurok"])
+    known = r"`sweep\.scores` must be one of loss, accuracy, .*'aurok'\. Did you mean `auroc`"
+    with pytest.raises(UserError, match=known):
+        directions(["aurok"], Options())
 
 
 @pytest.mark.parametrize(("task", "score"), [("regression", "accuracy"), ("regression", "auroc"), ("binary", "mae")])
 def test_a_score_of_another_task_is_refused(task, score):
     with pytest.raises(UserError, match=rf"`sweep\.scores` must be scores of task {task} \(.*loss.*got '{score}'"):
-        check_scores([score], TASKS[task])
-    check_scores(
-        ["loss", "num_params", *(name for name, one in metrics.METRICS.items() if isinstance(TASKS[task], one.tasks))],
-        TASKS[task],
-    )
+        check_scores([score], TASKS[task], Options())
+    check_scores(["loss", "num_params", *metrics.metrics_of(TASKS[task])], TASKS[task], Options())
 
 
 @pytest.mark.parametrize(

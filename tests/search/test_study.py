@@ -14,11 +14,13 @@ import pytest
 from optuna.storages import RetryHeartbeatStaleTrialCallback as Retry
 from optuna.trial import TrialState
 
+from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.runtime import stopping
 from dpfl_lightning.runtime.digests import object_digest
 from dpfl_lightning.search.objectives import _Reporting
 from dpfl_lightning.search.options import SweepOptions
+from dpfl_lightning.search.scores import directions
 from dpfl_lightning.search.space import parse
 from dpfl_lightning.search.study import Pruned, Study
 
@@ -31,7 +33,8 @@ SPACE = {"model.width": {"low": 1, "high": 1000}, "model.norm": {"choices": ["no
 def study(url: str, seed: int = 0, first: bool = True, identity: dict | None = None, **changed) -> Study:
     usual = {"name": "s", "space": SPACE, "trials": 4, "sampler": {"name": "random"}, "heartbeat_seconds": 1}
     options = SweepOptions(**{**usual, **changed})
-    return Study(options, parse(options.space, "set"), url, identity or {"rounds": 1}, seed, first)
+    better = directions(options.scores, Options(privacy=None))
+    return Study(options, parse(options.space, "set"), url, identity or {"rounds": 1}, better, seed, first)
 
 
 @pytest.fixture

@@ -1,10 +1,11 @@
 """Checks before a run that a module fits the records, on random data of their public shape."""
 
 import copy
+import math
 import re
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 
@@ -13,14 +14,22 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map
 
+from dpfl_lightning.config.registry import users_frame
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.lazy import LazyInputs
 from dpfl_lightning.errors import UserError, in_one_line, require, warn_user
 from dpfl_lightning.federated.client.batch_losses import check_batch_losses
 from dpfl_lightning.federated.client.draws import fixed_rng
-from dpfl_lightning.federated.client.dummy_data import dummy_batch, on_cpu, whole_numbers
-from dpfl_lightning.federated.client.evaluation import of_records
-from dpfl_lightning.federated.client.metrics import Metrics, check_metrics, metrics_of
+from dpfl_lightning.federated.client.dummy_data import dummy_batch, dummy_labels, on_cpu, whole_numbers
+from dpfl_lightning.federated.client.evaluation import MOST_NUMBERS, of_records
+from dpfl_lightning.federated.client.metrics import (
+    METRICS,
+    Metrics,
+    check_metrics,
+    chosen_metrics,
+    measures_of,
+    metrics_of,
+)
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models import check_net
 from dpfl_lightning.models.model import taken_by
@@ -31,6 +40,7 @@ from dpfl_lightning.privacy.clipping.reference import evaluating, scoring
 from dpfl_lightning.privacy.clipping.state import contents, large_tensors, tensors_restored
 from dpfl_lightning.privacy.clipping.trial_records import moved_parameters
 
+_RECORDS_OF_METRICS = 32  # random ones, with which metrics are tried
 _SLOW_VMAP = "There is a performance drop because we have not yet implemented the batching rule"
 
 
@@ -88,8 +98,8 @@ def check_fits(module: ClientModule, population: Population) -> None:
         module.task = task
         if y.is_floating_point() and not task.real and task is not CUSTOM:
             y = (y > 0).to(y.dtype)
-        if not y.is_floating_point() and task.kind != "multilabel":  # out of range if there are too few outputs
-            y = torch.full_like(y, population.num_classes - 1)
+        if not y.is_floating_point():  # out of range if there are too few outputs
+            y = torch.full_like(y, task.largest_label(population.num_classes))
         losses = module.sample_loss(module.named_trainable, x, y)
         if losses.shape != (2,):
             raise ValueError(f"losses of shape {tuple(losses.shape)} for 2 records")
@@ -110,8 +120,8 @@ def check_fits(module: ClientModule, population: Population) -> None:
         warn_user(f"the model gives {output.shape[1]} outputs for {population.num_classes} classes")
     _check_labels(task, population)
     check_metrics(module.metrics, task)
-    accuracy = ("accuracy",) if task.has_accuracy else ()
-    module.scores = ("loss", *accuracy, *(module.metrics or task.metrics))
+    _try_metrics(module, task, population, tuple(output.shape[1:]))
+    module.scores = measures_of(chosen_metrics(module.metrics, task), task)
     module.further_scores = tuple(name for name in metrics_of(task) if name not in module.scores)
     _check_scores(module, task, x, output, y, population.num_classes)
     with _users_errors("take one record, and many", "Look for squeeze() without a dimension."):
@@ -273,7 +283,8 @@ def _check_finite(module: ClientModule, x: Inputs, y: Tensor) -> None:
 
 def _check_scores(module: ClientModule, task: Task, x: Inputs, output: Tensor, y: Tensor, num_classes: int) -> None:
     """Compute all that an evaluation computes, before anything is charged."""
-    metrics = Metrics(module.metrics or task.metrics, task, num_classes)
+    chosen = chosen_metrics(module.metrics, task)
+    metrics = Metrics({name: one for name, one in chosen.items() if name in METRICS}, task, num_classes)
     must = f"give outputs that an evaluation of task {task.name} can score"
     advice = "Change its loss or `evaluation.metrics`."
     with _users_errors(must, advice), scoring(module.net, module.sample_loss), torch.no_grad():
@@ -282,6 +293,23 @@ def _check_scores(module: ClientModule, task: Task, x: Inputs, output: Tensor, y
         of_records(module.reported_loss(module.flat, x, rows, output, y), task, output, y)
         metrics.update(output, y)
         metrics.values()
+        for error in metrics.failed.values():
+            raise error
+
+
+def _try_metrics(module: ClientModule, task: Task, population: Population, shape: Sequence[int]) -> None:
+    """Compute the metrics on random outputs of this shape of one record and labels, before anything is charged."""
+    records = max(2, min(_RECORDS_OF_METRICS, MOST_NUMBERS // max(1, math.prod(shape))))
+    generator, metrics = torch.Generator().manual_seed(0), Metrics(module.metrics, task, population.num_classes)
+    output, y = torch.randn(records, *shape, generator=generator), dummy_labels(population, records, generator)
+    y = (y > 0).to(y.dtype) if y.is_floating_point() and task.takes_floats else y
+    metrics.update(output.to(module.device), y.to(module.device))
+    metrics.values()
+    for name, error in metrics.failed.items():
+        frame = users_frame(error)
+        where = "" if frame is None else f" ({frame.filename}, line {frame.lineno})"
+        got = f"from {name}: {in_one_line(error).rstrip('.')}{where}"
+        raise UserError(f"`evaluation.metrics` must work on random outputs and labels, got {got}.") from error
 
 
 @contextmanager

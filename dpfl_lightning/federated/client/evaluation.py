@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.client import HeldClients
-from dpfl_lightning.federated.client.metrics import Metrics, Tables, metrics_of
+from dpfl_lightning.federated.client.metrics import Metric, Metrics, Tables, chosen_metrics, measures_of, metrics_of
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score, mean_metrics
 from dpfl_lightning.models.model import forward_chunk
@@ -84,7 +84,8 @@ def evaluate(
         for client, score in zip(scored, on_held_out, strict=True):
             clients[client] = score
     constant = _baseline(module, population) if baseline is None else baseline
-    return Evaluation(_mean(clients if population.test is None else tests), tuple(clients), constant)
+    mean = _mean(clients if population.test is None else tests)
+    return Evaluation(mean, tuple(clients), constant, dict(module.scores))
 
 
 class PlainScorer:
@@ -105,41 +106,46 @@ class PlainScorer:
 def evaluate_own(module: ClientModule, held: HeldClients, model: Tensor, client: int, engine: Scorer) -> Evaluation:
     """Score `model` `[P]`, with the client's personal parameters, on its held-out records, as `test`.
 
-    It has the tables of a test set, and all metrics of the task.
+    It has the tables of a test set, and all metrics of the task and of the module.
 
     **Privacy** The scores and tables are private: they stay with the client.
     """
     population = held.population
     rows = population.held_out_of[held.places[client]]
     own = dataclasses.replace(population, test=rows)
-    names = () if module.task is None else metrics_of(module.task)
-    (score,) = _scores(module, engine.personalised(model, client), own, [rows], engine, True, names)
-    return Evaluation(score, (), _baseline(module, own, names) if len(rows) else {})
+    task = module.task
+    every = {} if task is None else {**metrics_of(task), **module.metrics}
+    (score,) = _scores(module, engine.personalised(model, client), own, [rows], engine, True, every)
+    measures = {} if task is None else measures_of(every, task)
+    return Evaluation(score, (), _baseline(module, own, every) if len(rows) else {}, measures)
 
 
-def _baseline(module: ClientModule, population: Population, every: Sequence[str] = ()) -> dict[str, float | None]:
+def _baseline(
+    module: ClientModule, population: Population, every: Mapping[str, Metric] | None = None
+) -> dict[str, float | None]:
     """Return the scores of the best constant predictions: on the test set, or the means over held-out records."""
     if (task := module.task) is None or task is CUSTOM:
         return {}
     sets = population.held_out_of if population.test is None else [population.test]
-    names, labels = every or module.metrics or task.metrics, (population.y[rows] for rows in sets if len(rows))
-    return mean_metrics(of_constant(names, task, population.num_classes, y) for y in labels)
+    chosen, labels = every or chosen_metrics(module.metrics, task), (population.y[rows] for rows in sets if len(rows))
+    return mean_metrics(of_constant(chosen, task, population.num_classes, y) for y in labels)
 
 
-def of_constant(names: Sequence[str], task: Task, num_classes: int, y: Tensor) -> dict[str, float | None]:
+def of_constant(chosen: Mapping[str, Metric], task: Task, num_classes: int, y: Tensor) -> dict[str, float | None]:
     """Return accuracy and metrics of the best prediction that is the same for all records, on labels `y [n, ...]`.
 
-    See `Task.best_constant`. Calibration has no baseline.
+    See `Task.best_constant`. Metrics without a baseline, such as calibration, are left out.
     """
+    chosen = {name: metric for name, metric in chosen.items() if metric.constant}
     task = dataclasses.replace(task, probabilities=False)
     constant = task.best_constant(y, num_classes)
-    metrics = Metrics([name for name in names if name != "calibration_error"], task, num_classes)
+    metrics = Metrics(chosen, task, num_classes)
     hits = y.new_zeros(2, dtype=torch.float64)
     for part in y.split(max(1, MOST_NUMBERS // max(1, constant.numel()))):
         output = constant.expand(len(part), *constant.shape).contiguous()
         metrics.update(output, part)
         hits += torch.stack(task.hits(output, part)).sum(dim=1)
-    exact = {"r2": 0.0} if "r2" in names else {}  # by its definition, without rounding errors
+    exact = {name: metric.exact for name, metric in chosen.items() if metric.exact is not None}
     return {"accuracy": finite_or_none(float(hits[0] / hits[1])), **metrics.values(), **exact}
 
 
@@ -155,11 +161,11 @@ def _scores(
     sets: Sequence[Tensor],
     engine: Scorer,
     tables_of_first: bool,
-    every: Sequence[str] = (),
+    every: Mapping[str, Metric] | None = None,
 ) -> list[Score]:
     """Scores of one model on several sets of rows, which may overlap. Few outputs are held at once.
 
-    The first set has tables if it is a test set: of private records they would be a release. `every` names the metrics,
+    The first set has tables if it is a test set: of private records they would be a release. `every` are the metrics,
     if they are not those of the run.
     """
     rows, place = torch.cat(list(sets)).unique(return_inverse=True)
@@ -172,8 +178,8 @@ def _scores(
     for first, some_rows in _batches(rows, population, engine):
         output, y = engine.outputs(model, some_rows), population.y[some_rows]
         task = module.task or module.infer_task(output, y, population.num_classes)
-        names = every or module.metrics or task.metrics
-        metrics = metrics or [Metrics(names, task, population.num_classes) for _ in sets]
+        chosen = every or chosen_metrics(module.metrics, task)
+        metrics = metrics or [Metrics(chosen, task, population.num_classes) for _ in sets]
         with torch.no_grad():
             of_each = module.reported_loss(model, population.x, some_rows, output, y)
             values.append(of_records(of_each, task, output, y))
@@ -181,7 +187,7 @@ def _scores(
                 tables = tables or Tables(task, population.num_classes)
                 inside = _inside(places[0], first, len(some_rows))
                 tables.update(output[inside], y[inside])
-            for metric, in_set in zip(metrics, places, strict=True) if names else ():
+            for metric, in_set in zip(metrics, places, strict=True) if chosen else ():
                 inside = _inside(in_set, first, len(some_rows))
                 if len(inside):
                     metric.update(output[inside], y[inside])

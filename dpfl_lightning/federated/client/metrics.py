@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 import torchmetrics.classification as classes
@@ -15,11 +18,13 @@ from torchmetrics import Metric as TorchMetric
 from torchmetrics.text import Perplexity
 from torchmetrics.utilities.data import dim_zero_cat
 
+from dpfl_lightning.config.registry import users_frame
 from dpfl_lightning.errors import nearest, require
 from dpfl_lightning.models.tasks import (
-    IGNORED,
+    MEASURES,
     Binary,
     LanguageModeling,
+    Measure,
     Multiclass,
     Multilabel,
     QuantileRegression,
@@ -32,33 +37,61 @@ from dpfl_lightning.models.tasks import (
 )
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 
-_ALONE: dict[str, Any] = {"sync_on_compute": False}  # only rank 0 evaluates
 _AT_ONCE = 256  # records that are compared with all
 _MOST_SHOWN, _BINS = 20, 10  # classes of a confusion table, and bins of a calibration curve
 _FILTERS = threading.Lock()  # those of warnings belong to the whole process, which may have several nodes
 
 
-class Metric(NamedTuple):
-    """The kinds of tasks that a metric fits, and what creates it for a task and K classes or labels."""
-
-    tasks: tuple[type[Task], ...]
-    create: Callable[[Task, int], TorchMetric]
+def _mean(metric: TorchMetric) -> Tensor:
+    return metric.compute().mean()  # type: ignore[no-any-return]
 
 
-def _of_classes(kind: Callable[..., Any], **options: Any) -> Callable[[Task, int], TorchMetric]:
-    """Create a metric of torchmetrics for binary, multiclass or multilabel; the mean over classes, if it has several.
+def _mean_of_ranks(metric: TorchMetric) -> Tensor:
+    """Return the mean over the classes that some records have, and others do not."""
+    value, targets = metric.compute(), dim_zero_cat(metric.target)  # type: ignore[arg-type]
+    if isinstance(metric, classes.MulticlassAUROC | classes.MulticlassAveragePrecision):
+        targets = torch.nn.functional.one_hot(targets, len(value))
+    positive = targets.double().mean(dim=0).reshape(-1)
+    return value.reshape(-1)[(positive > 0) & (positive < 1)].mean()  # type: ignore[no-any-return]
 
-    Segmentation maps are classes of pixels.
+
+def _of_two_records(metric: TorchMetric) -> Tensor:
+    return torch.tensor(torch.nan) if int(metric.total) < 2 else _mean(metric)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A score of a model on a set of records, by a class of torchmetrics whose `higher_is_better` is its direction.
+
+    Args:
+        tasks: the classes of tasks that it fits.
+        kind: takes `Task.metric_options`, `options` and the fields `of_task` of the task, and makes the metric.
+        value: returns its number, NaN if the records do not define it.
+        undefined: what they are then: completes "the records ...".
+        constant: the best constant prediction, in words; empty if the metric has no baseline.
+        exact: the score of that prediction by definition, without rounding errors; None if it is computed.
     """
 
-    def create(task: Task, num: int) -> TorchMetric:
-        if task.kind == "binary":
-            return kind(task=task.kind, validate_args=False, **_ALONE)
-        several = {"num_labels": num} if task.kind == "multilabel" else {"num_classes": num}
-        ignored = {"ignore_index": IGNORED} if task.ignores else {}
-        return kind(task=task.kind, **several, **ignored, **options, validate_args=False, **_ALONE)
+    tasks: tuple[type[Task], ...]
+    kind: Callable[..., Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    of_task: tuple[str, ...] = ()
+    value: Callable[[TorchMetric], Tensor] = _mean
+    undefined: str = "do not define it"
+    constant: str = "best constant"
+    exact: float | None = None
 
-    return create
+    def create(self, task: Task, num: int) -> TorchMetric:
+        """Return a new metric of torchmetrics for a task with K classes or labels. Only rank 0 evaluates."""
+        of_task = {name: getattr(task, name) for name in self.of_task}
+        made: TorchMetric = self.kind(**task.metric_options(num), **self.options, **of_task, sync_on_compute=False)
+        return made
+
+    def measure(self, task: Task | None = None) -> Measure:
+        """Return which values are better; None is the first of the tasks."""
+        made = self.create(self.tasks[0]() if task is None else task, 2)
+        target = made.quantile if isinstance(made, Coverage) else None
+        return Measure(bool(made.higher_is_better), target, self.constant)
 
 
 class Concordance(TorchMetric):
@@ -93,116 +126,168 @@ class Concordance(TorchMetric):
 
 
 class MeanOverNumbers(TorchMetric):
-    """The mean of a function of predicted and true numbers, such as a loss."""
+    """The mean of `of` over predicted and true numbers, of which the outputs are a `quantile`."""
 
-    higher_is_better = False
+    higher_is_better: bool | None = False
     total: Tensor
     count: Tensor
 
-    def __init__(self, of: Callable[[Tensor, Tensor], Tensor], **options: Any) -> None:
+    def __init__(self, quantile: float, **options: Any) -> None:
         super().__init__(**options)
-        self._of = of
+        self.quantile = quantile
         self.add_state("total", torch.zeros((), dtype=torch.float64))
         self.add_state("count", torch.zeros((), dtype=torch.float64))
 
+    def of(self, predicted: Tensor, true: Tensor) -> Tensor:
+        """Return a number for each prediction, in its shape."""
+        raise NotImplementedError
+
     def update(self, predicted: Tensor, true: Tensor) -> None:
         """Take in numbers of one shape."""
-        self.total = self.total + self._of(predicted, true).double().sum()
+        self.total = self.total + self.of(predicted, true).double().sum()
         self.count = self.count + true.numel()
 
     def compute(self) -> Tensor:
         return self.total / self.count
 
 
+class Pinball(MeanOverNumbers):
+    """The mean pinball loss."""
+
+    def of(self, predicted: Tensor, true: Tensor) -> Tensor:
+        return pinball(predicted, true, self.quantile)
+
+
 class Coverage(MeanOverNumbers):
-    """The share of labels at or below the output, which is right if it is the quantile of the task."""
+    """The share of labels at or below the output, which is right if it is the quantile."""
 
-    higher_is_better = True
+    higher_is_better = None
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(lambda predicted, true: true <= predicted, **options)
-
-
-def _pinball(task: Task, num: int) -> TorchMetric:
-    assert isinstance(task, QuantileRegression)  # for mypy
-    return MeanOverNumbers(lambda predicted, true: pinball(predicted, true, task.quantile), **_ALONE)
+    def of(self, predicted: Tensor, true: Tensor) -> Tensor:
+        return true <= predicted
 
 
 _CLASSES = (Binary, Multiclass, Multilabel)
+_PER_CLASS: dict[str, Any] = {"average": "none"}
+_OF_RANKS: dict[str, Any] = {"value": _mean_of_ranks, "undefined": "have one class", "constant": "chance"}
+_MACRO: dict[str, Any] = {"options": {"average": "macro"}, "constant": "majority class"}
+_OF_NUMBERS: dict[str, Any] = {"constant": "predicting the mean"}
+_OF_QUANTILE: dict[str, Any] = {"of_task": ("quantile",), "constant": "predicting the quantile"}
 #: name -> metric
 METRICS: dict[str, Metric] = {
-    "auroc": Metric(_CLASSES, _of_classes(classes.AUROC, average="none")),
-    "average_precision": Metric(_CLASSES, _of_classes(classes.AveragePrecision, average="none")),
-    "f1": Metric(_CLASSES, _of_classes(classes.F1Score, average="macro")),
-    "precision": Metric(_CLASSES, _of_classes(classes.Precision, average="macro")),
-    "recall": Metric(_CLASSES, _of_classes(classes.Recall, average="macro")),
-    "calibration_error": Metric((Binary, Multiclass), _of_classes(classes.CalibrationError)),
-    "mae": Metric((Regression,), lambda task, num: numbers.MeanAbsoluteError(**_ALONE)),
-    "mse": Metric((Regression,), lambda task, num: numbers.MeanSquaredError(**_ALONE)),
-    "rmse": Metric((Regression,), lambda task, num: numbers.MeanSquaredError(squared=False, **_ALONE)),
-    "pinball": Metric((QuantileRegression,), _pinball),
-    "coverage": Metric((QuantileRegression,), lambda task, num: Coverage(**_ALONE)),
-    "r2": Metric((Regression,), lambda task, num: numbers.R2Score(**_ALONE)),
-    "iou": Metric((Segmentation,), _of_classes(classes.JaccardIndex, average="macro")),
-    "dice": Metric((Segmentation,), _of_classes(classes.F1Score, average="macro")),
-    "c_index": Metric((Survival,), lambda task, num: Concordance(**_ALONE)),
-    "perplexity": Metric((LanguageModeling,), lambda task, num: Perplexity(ignore_index=IGNORED, **_ALONE)),
+    "auroc": Metric(_CLASSES, classes.AUROC, _PER_CLASS, **_OF_RANKS),
+    "average_precision": Metric(_CLASSES, classes.AveragePrecision, _PER_CLASS, **_OF_RANKS),
+    "f1": Metric(_CLASSES, classes.F1Score, **_MACRO),
+    "precision": Metric(_CLASSES, classes.Precision, **_MACRO),
+    "recall": Metric(_CLASSES, classes.Recall, **_MACRO),
+    "calibration_error": Metric((Binary, Multiclass), classes.CalibrationError, constant=""),
+    "mae": Metric((Regression,), numbers.MeanAbsoluteError, **_OF_NUMBERS),
+    "mse": Metric((Regression,), numbers.MeanSquaredError, **_OF_NUMBERS),
+    "rmse": Metric((Regression,), numbers.MeanSquaredError, {"squared": False}, **_OF_NUMBERS),
+    "pinball": Metric((QuantileRegression,), Pinball, **_OF_QUANTILE),
+    "coverage": Metric((QuantileRegression,), Coverage, **_OF_QUANTILE),
+    "r2": Metric(
+        (Regression,),
+        numbers.R2Score,
+        value=_of_two_records,
+        undefined="are fewer than two, or have one label",
+        exact=0.0,
+        **_OF_NUMBERS,
+    ),
+    "iou": Metric((Segmentation,), classes.JaccardIndex, **_MACRO),
+    "dice": Metric((Segmentation,), classes.F1Score, **_MACRO),
+    "c_index": Metric(
+        (Survival,),
+        Concordance,
+        undefined="have no two of which it is known who had the event first",
+        constant="chance",
+    ),
+    "perplexity": Metric((LanguageModeling,), Perplexity, constant="token shares"),
 }
-_OF_RANKS = ("auroc", "average_precision")  # need records with a class and records without it
-_NO_PAIR = "have no two of which it is known who had the event first"
-_UNDEFINED = {
-    **dict.fromkeys(_OF_RANKS, "have one class"),
-    "r2": "are fewer than two, or have one label",
-    "c_index": _NO_PAIR,
-}
 
 
-def metrics_of(task: Task) -> tuple[str, ...]:
-    """Return the names of the metrics that fit a task."""
-    return tuple(name for name, metric in METRICS.items() if isinstance(task, metric.tasks))
+def metrics_of(task: Task) -> dict[str, Metric]:
+    """Return the metrics of the package that fit a task, by name."""
+    return {name: metric for name, metric in METRICS.items() if isinstance(task, metric.tasks)}
 
 
-def check_metrics(names: Sequence[str], task: Task) -> None:
-    """Raise UserError unless all names are metrics of the task."""
+def chosen_metrics(named: Mapping[str, Metric], task: Task) -> Mapping[str, Metric]:
+    """Return the metrics that are named, or else those of the task."""
+    return named or {name: METRICS[name] for name in task.metrics}
+
+
+def measures_of(metrics: Mapping[str, Metric], task: Task) -> dict[str, Measure]:
+    """Return what is better of each score of a task, with these metrics."""
+    usual = {name: one for name, one in MEASURES.items() if task.has_accuracy or name != "accuracy"}
+    return {**usual, **{name: metric.measure(task) for name, metric in metrics.items()}}
+
+
+def check_metrics(metrics: Mapping[str, Metric], task: Task) -> None:
+    """Raise UserError unless all metrics are of the task."""
     known = metrics_of(task)
-    for name in names:
+    for name, metric in metrics.items():
         must = f"name metrics of task {task.name} ({', '.join(known)})"
-        require(name in known, "evaluation.metrics", must, name, nearest(name, known))
+        require(isinstance(task, metric.tasks), "evaluation.metrics", must, name, nearest(name, known))
 
 
 class Metrics:
-    """Metrics of one model on one set of records, of which it sees one batch after the other."""
+    """Metrics of one model on one set of records, of which it sees one batch after the other.
 
-    def __init__(self, names: Sequence[str], task: Task, num_classes: int) -> None:
-        self._task, self._num_classes, self._names = task, num_classes, names
-        self._metrics: dict[str, TorchMetric] = {}
+    A metric that raises an exception has no value: a mistake in it does not end a run that was paid for. `failed` has
+    the exceptions by name.
+    """
+
+    def __init__(self, metrics: Mapping[str, Metric], task: Task, num_classes: int) -> None:
+        self._task, self._num_classes, self._chosen = task, num_classes, metrics
+        self._made: dict[str, TorchMetric] = {}
         self._finite = True
+        self.failed: dict[str, Exception] = {}
 
     def update(self, output: Tensor, y: Tensor) -> None:
         """Take in the outputs `[B, ...]` for the labels `y [B, ...]`, B >= 1."""
-        if not self._names:
+        if not self._chosen:
             return
         self._finite = self._finite and bool(output.isfinite().all())
         output, y = self._task.aligned(self._task.as_logits(output), y)
-        scores, targets = self._task.for_metrics(output, y if self._task.real else y.long())
-        for name in self._names:
-            if name not in self._metrics:
-                num = self._task.num_for_metrics(output, y, self._num_classes)
-                self._metrics[name] = METRICS[name].create(self._task, num).to(output.device)
-            self._metrics[name].update(scores, targets)
+        whole = self._task.takes_floats or not y.is_floating_point()
+        scores, targets = self._task.for_metrics(output, y.long() if whole else y)
+        for name in [name for name in self._chosen if name not in self.failed]:
+            with self._kept_failure(name):
+                if name not in self._made:
+                    num = self._task.num_for_metrics(output, y, self._num_classes)
+                    self._made[name] = self._chosen[name].create(self._task, num).to(output.device)
+                self._made[name].update(scores, targets)
 
     def values(self) -> dict[str, float | None]:
         """Return the value of each metric; None if the set does not define it, or an output was not finite."""
-        values = {name: _value(name, metric) for name, metric in self._metrics.items()}
-        return {name: finite_or_none(value) if self._finite else None for name, value in values.items()}
+        values: dict[str, float | None] = dict.fromkeys(self._chosen)
+        known = {name: one for name, one in self._made.items() if self._finite and name not in self.failed}
+        for name, metric in known.items():
+            with self._kept_failure(name), _FILTERS, warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of classes without records, which are left out
+                values[name] = finite_or_none(float(self._chosen[name].value(metric)))
+        return values
 
     def undefined(self) -> dict[str, str]:
         """Return why metrics have no value: "the records ..." is completed by the words."""
         missing = [name for name, value in self.values().items() if value is None]
-        return {
-            name: _UNDEFINED.get(name, "do not define it") if self._finite else "have outputs that are not finite"
-            for name in missing
-        }
+        return {name: self._why(name) for name in missing}
+
+    def _why(self, name: str) -> str:
+        if not self._finite:
+            return "have outputs that are not finite"
+        if (error := self.failed.get(name)) is not None:  # whose text may have values of records
+            frame = users_frame(error)
+            where = "" if frame is None else f" ({Path(frame.filename).name}, line {frame.lineno})"
+            return f"make it raise {type(error).__name__}{where}"
+        return self._chosen[name].undefined
+
+    @contextmanager
+    def _kept_failure(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a user's code may raise anything
+            self.failed[name] = error
 
 
 class Tables:
@@ -240,18 +325,3 @@ class Tables:
         of_bins = zip(count.tolist(), *((one / count).tolist() for one in sums), strict=True)
         confusion = map(tuple, self._confusion.view(self._classes, self._classes).tolist())
         return {"confusion": tuple(confusion), "calibration": tuple(of_bins)}
-
-
-def _value(name: str, metric: TorchMetric) -> float:
-    if name == "r2" and int(metric.total) < 2:  # type: ignore[arg-type]
-        return float("nan")
-    with _FILTERS, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of classes without records, which are left out below
-        value = metric.compute()
-    if name in _OF_RANKS:
-        targets = dim_zero_cat(metric.target)  # type: ignore[arg-type]
-        if isinstance(metric, classes.MulticlassAUROC | classes.MulticlassAveragePrecision):
-            targets = torch.nn.functional.one_hot(targets, len(value))
-        positive = targets.double().mean(dim=0).reshape(-1)
-        value = value.reshape(-1)[(positive > 0) & (positive < 1)]
-    return float(value.mean())

@@ -14,6 +14,7 @@ from dpfl_lightning.errors import UserError, in_one_line, require, warn_user
 from dpfl_lightning.federated.client.configured import ConfiguredOptimizer, GroupSettings, on_one_vector
 from dpfl_lightning.federated.client.draws import fixed_rng
 from dpfl_lightning.federated.client.lightning_hooks import configured_by, is_lightning, overrides, unused
+from dpfl_lightning.federated.client.metrics import Metric
 from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.models import fixed
 from dpfl_lightning.models.model import Model, forward_chunk
@@ -98,6 +99,15 @@ def dp_step(
     return move(gradient)
 
 
+def named_metrics(named: Sequence[Any]) -> dict[str, Metric]:
+    """Return metrics by name, see `own_metrics.build_metrics`."""
+    if not named:
+        return {}
+    from dpfl_lightning.federated.client import own_metrics  # only for these
+
+    return own_metrics.build_metrics(named)
+
+
 @final
 class ClientModule(Model, L.LightningModule):
     """A model with the local DPSGD step of a client. One module serves all clients, whose parameters are swapped in.
@@ -111,7 +121,8 @@ class ClientModule(Model, L.LightningModule):
         personal: names of the model's parameters that stay with each client.
         output: returns the outputs `[B, ...]` from what the model returns.
         task: a key of `models.tasks.TASKS`, None to infer it from shapes and dtypes.
-        metrics: keys of `federated.client.metrics.METRICS`, empty for those of the task.
+        metrics: keys of `federated.client.metrics.METRICS`, or a `torchmetrics.Metric` of your own: its class path, its
+            class, an object, or {name: class or object}. Empty for those of the task.
         probabilities: whether outputs are probabilities; None finds it out on random records if the loss is given.
         fix: replace layers that mix records, such as BatchNorm by GroupNorm, in a copy of the model.
         per_record: train with the losses of single records also if those of a batch are others, as contrastive ones.
@@ -130,7 +141,7 @@ class ClientModule(Model, L.LightningModule):
         personal: Sequence[str] = (),
         output: Callable[[Any], Tensor] | None = None,
         task: str | Mapping[str, Any] | None = None,
-        metrics: Sequence[str] = (),
+        metrics: Sequence[Any] = (),
         probabilities: bool | None = None,
         fix: bool = False,
         per_record: bool = False,
@@ -159,7 +170,7 @@ class ClientModule(Model, L.LightningModule):
         self.loss_factor = 1.0  # of each record; an audit shrinks it
         self.per_record = per_record
         self.large = False  # checks then compare few records; found before a run
-        self.metrics, self.probabilities = tuple(metrics), probabilities
+        self.metrics, self.probabilities = named_metrics(metrics), probabilities
         self.local_task: LocalTask | None = None
         self._settings_of: dict[int, GroupSettings] = {}  # of a schedule, by local steps
         self._rounds = 1  # of the run

@@ -8,6 +8,8 @@ from statistics import fmean
 
 from torch import Tensor
 
+from dpfl_lightning.models.tasks import Measure
+
 
 @dataclass(frozen=True)
 class ClientModels:
@@ -38,12 +40,13 @@ class Evaluation:
     """`test`: mean over clients of their models' scores on the test set. `clients`: scores on held-out records.
 
     Without a test set, `test` is the mean of `clients`. `baseline` has the accuracy and the metrics of the best
-    constant prediction on the records of `test`.
+    constant prediction on the records of `test`. `measures` say which values of a score are better.
     """
 
     test: Score
     clients: tuple[Score, ...]
     baseline: Mapping[str, float | None] = field(default_factory=dict)
+    measures: Mapping[str, Measure] = field(default_factory=dict)
 
 
 def known_values(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:
@@ -60,9 +63,6 @@ def mean_metrics(metrics: Iterable[Mapping[str, float | None]]) -> dict[str, flo
     """
     return {name: fmean(values) if values else None for name, values in known_values(list(metrics)).items()}
 
-
-#: scores of which a smaller value is better
-SMALLER_IS_BETTER = frozenset({"loss", "mae", "mse", "rmse", "perplexity", "calibration_error", "pinball"})
 
 #: what `privacy.diagnostics` shows, in the words of its `NonPrivateEvent`
 SHOWN = "diagnostics: clip fractions and counts of broken gradients were shown without noise"

@@ -19,6 +19,7 @@ from dpfl_lightning.federated.messages.evaluation import Diagnostics, Score
 from dpfl_lightning.federated.messages.facts import ClientSettings, Facts
 from dpfl_lightning.federated.server import history
 from dpfl_lightning.federated.server.scores import in_words, number
+from dpfl_lightning.models.tasks import Measure
 from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none, get_accountant
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
@@ -222,10 +223,11 @@ class RunResult:
         clients: one mapping for each client. Infinite epsilons (no budget) and missing scores are None. Batch size and
             noise multiplier are those of its most frequent noisy sum, `noise_std` is that of each number in its last
             update, accuracy in [0, 1], mean loss and metrics are those of its final model on its held-out records.
-        task: what was learnt, such as "multiclass", and whether it was named or inferred.
+        task: what was learnt, such as multiclass, and whether it was named or inferred.
         test_set: whether there is one; without it, test scores are the means over clients on their held-out records.
         at_sites: whether records are at the nodes of sites, so that models have no scores on held-out records.
         baseline: accuracy and metrics of the best constant prediction on the same records as the test scores.
+        measures: of each score, which values are better, and what its baseline is.
         undefined: why a test metric is None, in words.
         test_tables: confusion and calibration on the test set, see `Score`, if clients share one classifier.
         test_metrics: metrics of the test set; `metrics_mean` is their mean over clients, on their held-out records.
@@ -254,6 +256,7 @@ class RunResult:
     test_loss: float | None
     test_metrics: Mapping[str, float | None] = field(default_factory=dict)
     baseline: Mapping[str, float | None] = field(default_factory=dict)
+    measures: Mapping[str, Measure] = field(default_factory=dict)
     undefined: Mapping[str, str] = field(default_factory=dict)
     test_tables: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     test_set: bool = True
@@ -298,11 +301,13 @@ class RunResult:
         """
         embedding, guarantee = content["client_embedding"], RunGuarantee.of(content["guarantee"])
         points = None if embedding is None else ClientEmbedding(**embedding)
-        return cls(**{**content, "guarantee": guarantee, "client_embedding": points})
+        measures = {name: Measure(**one) for name, one in content["measures"].items()}
+        return cls(**{**content, "guarantee": guarantee, "measures": measures, "client_embedding": points})
 
     def as_dict(self) -> dict:
         fields = {name: value for name, value in vars(self).items() if name not in ("interrupted", "model")}
         fields["guarantee"] = self.guarantee.as_dict()
+        fields["measures"] = {name: dataclasses.asdict(one) for name, one in self.measures.items()}
         fields["test_loss"] = None if self.test_loss is None else finite_or_none(self.test_loss)
         embedding = self.client_embedding
         points = None if embedding is None else dataclasses.asdict(embedding)

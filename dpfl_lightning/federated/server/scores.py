@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER, known_values
+from dpfl_lightning.federated.messages.evaluation import known_values
+from dpfl_lightning.models.tasks import MEASURES, Measure
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.runtime.text import at_most
 
@@ -17,13 +18,6 @@ Result = Mapping[str, Any]
 Rows = list[dict[str, str]]
 
 _MOST_NAMES = 5  # of clients in a sentence
-#: what predicts the same for all records: of a score with a direction, by its name
-_CONSTANT = {
-    **dict.fromkeys(("accuracy", "f1", "precision", "recall", "iou", "dice"), "majority class"),
-    **dict.fromkeys(("auroc", "average_precision", "c_index"), "chance"),
-    **dict.fromkeys(("mae", "mse", "rmse", "r2"), "predicting the mean"),
-    "perplexity": "token shares",
-}
 
 
 class Column(NamedTuple):
@@ -53,6 +47,11 @@ def summarised(columns: Mapping[str, Column]) -> Rows:
 
 
 # ---- single scores
+
+
+def measure_of(result: Result, name: str) -> Measure:
+    """Return which values of a score are better, as a result says it; of an unknown score the larger ones."""
+    return {**MEASURES, **(result.get("measures") or {})}.get(name, Measure())
 
 
 def scores_of(result: Result, start: str = "") -> dict[str, float | None]:
@@ -120,7 +119,7 @@ def with_baseline(result: Result) -> str:
     """Return the test scores, each with its baseline on the same records; empty if nothing was scored."""
     scores, baseline = scores_of(result, "test_"), result.get("baseline") or {}
     beside = {
-        name: f" ({_CONSTANT.get(name, 'constant')} {formatted(name, one)})"
+        name: f" ({measure_of(result, name).constant} {formatted(name, one)})"
         for name, one in baseline.items()
         if one is not None
     }
@@ -141,12 +140,15 @@ def remarks(results: Sequence[Result]) -> list[str]:
     """
     columns, low = known_values([scores_of(one, "test_") for one in results]), []
     constants = known_values([one.get("baseline") or {} for one in results])
-    judged = [name for name, values in constants.items() if name in _CONSTANT and values and columns.get(name)]
+    measures = {name: measure_of(results[0], name) for name in constants}
+    judged = [
+        name for name, values in constants.items() if measures[name].target is None and values and columns.get(name)
+    ]
     for name in [one for one in judged if one != "accuracy"] or judged:
         value, constant = statistics.fmean(columns[name]), statistics.fmean(constants[name])
-        gain = constant - value if name in SMALLER_IS_BETTER else value - constant
+        gain = measures[name].merit(value) - measures[name].merit(constant)
         if gain <= 1e-9 * abs(constant):  # means of equal scores differ by rounding
-            low.append(f"{name} {formatted(name, value)} ({_CONSTANT[name]} {formatted(name, constant)})")
+            low.append(f"{name} {formatted(name, value)} ({measures[name].constant} {formatted(name, constant)})")
     sentences = [f"No better than the baseline: {', '.join(low)}."] if low else []
     sentences += dict.fromkeys(words for result in results for words in result.get("remarks") or ())
     undefined: dict[str, dict[str, None]] = {}  # what to say -> of which clients
@@ -258,8 +260,3 @@ def main_scores(result: Result) -> tuple[str, list[float]]:
     every = [scores_of(client) for client in result["clients"]]
     name = next((name for one in every for name, value in one.items() if value is not None), "")
     return name, [value for one in every if (value := one.get(name)) is not None]
-
-
-def worst(name: str, values: Sequence[float]) -> float:
-    """Return the worst value of a score."""
-    return max(values) if name in SMALLER_IS_BETTER else min(values)

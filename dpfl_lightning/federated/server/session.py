@@ -514,6 +514,7 @@ class RunSession:
             remarks=tuple(words for one in config.strategies if finished for words in answer_of(one, "remarks", view)),
             model=self.model.net.eval() if final_models is not None and single else None,
             baseline={} if scores is None else dict(scores.baseline),
+            measures={} if scores is None else dict(scores.measures),
             undefined={} if scores is None else dict(scores.test.undefined),
             test_tables={} if scores is None else dict(scores.test.tables),
             accuracy_of_groups=accuracy_of_groups(accuracies, groups),

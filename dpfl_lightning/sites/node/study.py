@@ -165,7 +165,7 @@ class Study:
             write_report(self._folder, clients.population)
             if held_out:
                 scores = evaluate_own(clients.module, clients.held, model, number, clients.channel)
-                kept = KeptScores(round, held_out, scores.test, scores.baseline)
+                kept = KeptScores(round, held_out, scores.test, scores.baseline, scores.measures)
                 write_scores(self._folder, kept, clients.guarantees()[number])
         except Exception as error:
             warn_user(f"scores of held-out records are not computed: {type(error).__name__}")

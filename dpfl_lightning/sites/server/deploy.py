@@ -157,6 +157,10 @@ def check_deployable(loop: FederatedLoop) -> None:
     ):
         value = (options.get(section) or {}).get(key)
         require(value is None, f"{section}.{key}", f"be null: {why}", value)
+    for metric in (options.get("evaluation") or {}).get("metrics", ()):
+        known = loop.population.test is not None or (isinstance(metric, str) and "." not in metric)
+        scored = "name metrics of dpfl_lightning without a test set: no node imports the class of another metric"
+        require(known, "evaluation.metrics", scored, metric, "Name a test set, such as data.init_args.test.")
     for strategy in loop.config.strategies:
         name = f"strategies.{strategy.config_name}"
         must = "keep its schedule during the run, as sites accept it beforehand"

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from dpfl_lightning.errors import nearest, require, warn_user
-from dpfl_lightning.federated.messages.evaluation import SMALLER_IS_BETTER, Score
+from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.models.tasks import MEASURES, Measure
 
 
 @dataclass
@@ -18,8 +19,8 @@ class EarlyStopping(Strategy):
     """Ends the run when a score on the public test set has not improved in `patience` evaluations.
 
     Args:
-        metric: loss, accuracy, or one of evaluation.metrics. An evaluation whose records do not define it counts for
-            nothing.
+        metric: loss, accuracy, or the name of one of evaluation.metrics. An evaluation whose records do not define it
+            counts for nothing.
         patience: number of evaluations without a better score.
 
     **Privacy** When a run ends follows from its releases, so guarantees state all that was planned. Held-out records of
@@ -52,12 +53,12 @@ class EarlyStopping(Strategy):
     def stop(self, view: View) -> str | None:
         if view.test_score is not None and view.state.round > self._seen:
             self._seen = view.state.round
-            self._compare(view.test_score)
+            self._compare(view.test_score, {**MEASURES, **view.module.scores}.get(self.metric, Measure()))
         if self._without_gain < self.patience:
             return None
         return f"{self.metric} has not improved in {self.patience} evaluations (strategies.{self.config_name}.patience)"
 
-    def _compare(self, score: Score) -> None:
+    def _compare(self, score: Score, measure: Measure) -> None:
         value = {"loss": score.loss, "accuracy": score.accuracy, **score.metrics}.get(self.metric)
         if value is None:
             if not self._warned:
@@ -65,8 +66,7 @@ class EarlyStopping(Strategy):
                 warn_user(f"{words}: such an evaluation does not count for strategies.{self.config_name}")
             self._warned = True
             return
-        sign = -1 if self.metric in SMALLER_IS_BETTER else 1
-        gain = math.isfinite(value) and (self._best is None or sign * value > sign * self._best)
+        gain = math.isfinite(value) and (self._best is None or measure.merit(value) > measure.merit(self._best))
         self._best, self._without_gain = (value, 0) if gain else (self._best, self._without_gain + 1)
 
     def state_dict(self) -> dict[str, Any]:
