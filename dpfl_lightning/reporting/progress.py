@@ -44,7 +44,6 @@ _SILENCE_SECONDS = 60.0  # a log gets a line at least this often, even if no rou
 #: full: plan, rounds and summary; short: a line for each, as for one of several runs; quiet: the final result only;
 #: silent: only why a run stopped
 Detail = Literal["full", "short", "quiet", "silent"]
-_PLANNED = ("records", "persons", "delta")  # columns of clients that the plan has shown
 
 
 class Progress(Callback):
@@ -110,7 +109,7 @@ class Progress(Callback):
         score = listed(scores_of(vars(report), "test_"))
         largest = max(report.epsilon_spent)
         epsilon = f"max epsilon {at_most(largest)}" if math.isfinite(largest) else "no bound on epsilon"
-        epsilon += " per person" * (view.facts.unit == "person") + " (simulated)" * run.simulated
+        epsilon += f" per {view.facts.unit}" * view.facts.unit.is_group + " (simulated)" * run.simulated
         units = f"{view.facts.unit}s"
         speed = "" if report.seconds is None else f"{report.records / max(report.seconds, 1e-9):,.0f} {units}/s"
         gradients = _gradients(report.diagnostics)
@@ -141,8 +140,11 @@ class Progress(Callback):
         if self.detail == "silent":
             return
         if self.detail == "full":
-            columns = client_columns([vars(result)])
-            print_table({name: column for name, column in columns.items() if name not in _PLANNED}, self.console)
+            columns, planned = (
+                client_columns([vars(result)]),
+                (f"{view.facts.unit}s", "delta"),
+            )  # which were shown before
+            print_table({name: column for name, column in columns.items() if name not in planned}, self.console)
         self._print(
             f"{in_words(vars(result)) or 'Not evaluated'} after {counted(result.rounds, 'round')} in "
             f"{_times(view, result)}; {result.reason}.",

@@ -516,7 +516,7 @@ class RunSession:
                 "noise_std": noise_stds[client],
                 "batch_size": schedule.batch_size(settings.num_records),
                 "num_records": settings.num_records,
-                "unit": self.config.facts.unit,
+                "unit": self.config.facts.unit.name,
                 "releases": account.releases,
                 "steps": account.steps,
                 "accuracy": score.accuracy,
