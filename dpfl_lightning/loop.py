@@ -40,6 +40,7 @@ from dpfl_lightning.federated.transport.threads import Threads
 from dpfl_lightning.models.learning_rates import build_schedule
 from dpfl_lightning.models.optimizers import build_optimizer
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, EXACT_TIMES
+from dpfl_lightning.privacy.accounting.units import Unit, unit_of
 from dpfl_lightning.privacy.ledger.ledger import check_same
 from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.guarantee_page import GuaranteePage
@@ -98,7 +99,7 @@ class FederatedLoop(RunSession):
     noise; with `privacy.noise_key` (a simulation) it repeats the uninterrupted run bit for bit on a CPU, except for
     models that draw random numbers, such as dropout.
 
-    **Privacy** The guarantee is for a record, or a person (`privacy.unit`), of each client separately,
+    **Privacy** The guarantee is for a record, or another unit (`privacy.unit`), of each client separately,
     against an untrusted server that sees every update. Evaluation on test and held-out records is not covered.
 
     Raises:
@@ -151,10 +152,11 @@ class FederatedLoop(RunSession):
         registered, watching = register(_with_base(deciding), watching)
         ranks = Ranks(device)
         population = population.checked()
-        if privacy is not None and privacy.unit == "person":
-            _check_persons(privacy, registered)
-        if privacy is not None and remote is None:
-            population = population.counting(privacy.unit, privacy.rows_per_person)
+        unit = unit_of(privacy)
+        if privacy is not None and unit.is_group:
+            _check_unit(unit, privacy.sampling, registered)
+        if remote is None:
+            population = population.counting(unit)
         population, module = population.to(ranks.fabric.device), module.to(ranks.fabric.device)
         self.population, self.module, self._ranks = population, module, ranks
         require(remote is None or ranks.size == 1, "--nodes", "be used in one process", f"{ranks.size} ranks")
@@ -230,14 +232,14 @@ class FederatedLoop(RunSession):
         return module.net.eval()
 
 
-def _check_persons(privacy: PrivacyOptions, strategies: Sequence[Strategy]) -> None:
-    """Raise UserError if a part of the run does not count persons."""
-    poisson, key = privacy.sampling == "poisson", "privacy.unit"
-    require(poisson, key, "be record with privacy.sampling shuffle", "person", "Draw by poisson.")
+def _check_unit(unit: Unit, sampling: str, strategies: Sequence[Strategy]) -> None:
+    """Raise UserError if a part of the run works with records alone."""
+    key = "privacy.unit"
+    require(sampling == "poisson", key, f"be record with privacy.sampling {sampling}", unit.name, "Draw by poisson.")
     for strategy in strategies:
         fits = not strategy.jobs or any(job.any_unit for job in strategy.jobs)
         advice = "It releases what counts records, or their classes."
-        require(fits, key, f"be record with {strategy.config_name}", "person", advice)
+        require(fits, key, f"be record with {strategy.config_name}", unit.name, advice)
 
 
 def _notice(module: ClientModule, clients: ClientOptions) -> None:

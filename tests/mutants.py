@@ -9,15 +9,13 @@ import numpy as np
 import torch
 from pytest import MonkeyPatch
 
-from dpfl_lightning.auditing import harness
-from dpfl_lightning.data.persons import chosen_rows
 from dpfl_lightning.federated.client import local_clients
 from dpfl_lightning.federated.client.budgets import Budgets
 from dpfl_lightning.federated.client.engines import fast as fast_engine
 from dpfl_lightning.federated.client.engines import serial as engine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy import sampling
-from dpfl_lightning.privacy.accounting import accountant
+from dpfl_lightning.privacy.accounting import accountant, units
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.clipping import fast as fast_clipping
 from dpfl_lightning.privacy.clipping import passes, taps, trial_records
@@ -281,11 +279,13 @@ def rows_split_over_steps(patch: MonkeyPatch) -> None:
 def two_persons_of_many_rows(patch: MonkeyPatch) -> None:
     """The rows of a person above the limit are those of another one."""
 
-    def chosen(rows, codes, most, key):
-        places = torch.stack([(codes[:place] == code).sum() for place, code in enumerate(codes)])
-        return chosen_rows(rows, codes + 1_000_000 * (places // most), most, key)
+    blocks = units.Group.blocks
 
-    patch.setattr(harness, "chosen_rows", chosen)
+    def chosen(self, rows, ids, key):
+        places = np.array([(ids[:place] == one).sum() for place, one in enumerate(ids)])
+        return blocks(self, rows, ids + 1_000_000 * (places // self.rows), key)
+
+    patch.setattr(units.Group, "blocks", chosen)
 
 
 def divisor_of_the_rows(patch: MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def state_of(
 
 def nodes_of(folder: Path, terms: Terms, key: str | None = FIXED_KEY, limit: float = 100.0) -> list[Node]:
     """Nodes that have accepted the plan."""
-    sites, persons = len(terms.plan.settings), terms.sites[0].unit == "person"
+    sites, persons = len(terms.plan.settings), terms.sites[0].unit.is_group
     states = [state_of(folder, client, key, sites, persons) for client in range(sites)]
     for state in states:
         accept(state, terms, limit)

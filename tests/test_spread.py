@@ -7,7 +7,7 @@ from spread import AT_HOME, CONCEPTS, named_in, working_tree
 
 #: concept -> files that may name it
 MOST = {
-    "persons": 67,
+    "persons": 15,
     "noise of a simulation": 34,
     "counts of held-out records": 13,
     "Laplace noise": 20,

@@ -8,7 +8,6 @@ import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -305,17 +304,16 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
         warnings.simplefilter("ignore", UserNotice)
         cpu, dtype = torch.device("cpu"), loop.population.empty_batch[0].dtype
         pairs = [made_up(loop.population, 8, loop.config.seed + client, cpu, dtype) for client in range(2)]
-        protects: dict[str, Any] = {}
-        if most := loop.population.rows_per_person:
+        unit, ids = loop.population.unit, None
+        if unit.is_group:
             pairs = [(x.flatten(0, 1), y.flatten(0, 1)) for x, y in pairs]
-            protects = {"unit": "person", "rows_per_person": most}
-        persons = [np.repeat(np.arange(8), most)] * 2 if most else None
+            ids = [np.repeat(np.arange(8), unit.rows or 1)] * 2
         result = FederatedLoop(
-            Population.from_datasets(pairs, held_out=0.0, num_classes=loop.population.num_classes, persons=persons),
+            Population.from_datasets(pairs, held_out=0.0, num_classes=loop.population.num_classes, persons=ids),
             copy.deepcopy(loop.module),
             rounds=1,
             clients=ClientOptions(count=2, batch_size=None),
-            privacy=PrivacyOptions(noise_multiplier=1.0, delta=0.01, clip_norm=1.0, **protects),
+            privacy=PrivacyOptions(noise_multiplier=1.0, delta=0.01, clip_norm=1.0, **unit.options()),
             strategies=[strategy],
             engine=build_engine(loop.local_clients.engine.name),
             output_dir=Path(folder) / "run",

@@ -54,7 +54,7 @@ def sensitivity(subject: AuditTarget, engine: str, module: ClientModule, like: P
     crowds = {f"{size} records": torch.from_numpy(draw.integers(POOL, size=size)) for size in SIZES}
     crowds["5 opposed records"] = torch.tensor([other] * 5)
     watched = {"a canary": canary, "a broken record": POOL}
-    if like.rows_per_person is not None:
+    if like.unit.is_group:
         watched |= {"a canary of different rows": POOL - 1}
     datasets, pairs = with_one_more(crowds, watched)
     harness = Harness(build_engine(engine), module, like, records, datasets, OneNoise(secrets.token_bytes(32)))

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.data import Population
-from dpfl_lightning.data.persons import chosen_rows
 from dpfl_lightning.federated.client.channel import send_round
 from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.dummy_data import dummy_labels
@@ -26,6 +25,7 @@ from dpfl_lightning.federated.messages.jobs import Job, LocalTraining
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.requests import train_requests
 from dpfl_lightning.federated.transport.threads import Threads
+from dpfl_lightning.privacy.accounting.units import Group
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
@@ -43,33 +43,32 @@ def made_up(
 ) -> Batch:
     """Draw normal inputs `[count, *X]`, cycling through the scales, and random labels `[count]`.
 
-    If `like` counts persons, they are `[count, R, *X]` and `[count, R]`, and every second person has R equal rows.
+    If `like` counts units of up to R rows, they are `[count, R, *X]` and `[count, R]`, every second one of equal rows.
     """
     generator = torch.Generator().manual_seed(seed)
-    rows = like.rows_per_person
-    units = (count,) if rows is None else (count, rows)
+    units = (count, like.unit.rows) if like.unit.is_group and like.unit.rows else (count,)
     scale = torch.tensor(scales)[torch.arange(count) % len(scales)].view(-1, *[1] * (len(units) - 1))
     x = torch.randn(*units, *like.input_shape, generator=generator)
     x *= scale.view(*scale.shape, *[1] * len(like.input_shape))
     y = dummy_labels(like, math.prod(units), generator).unflatten(0, units)
     if like.y.is_floating_point():
         y *= scale.view(*scale.shape, *[1] * (like.y.dim() - 1))
-    if rows is not None:
+    if like.unit.is_group:
         x[::2], y[::2] = x[::2, :1], y[::2, :1]
     return x.to(device, dtype), y.to(device, dtype if like.y.is_floating_point() else like.y.dtype)
 
 
 def has_classes(like: Population) -> bool:
     """Return whether clients may release class gradients."""
-    return like.rows_per_person is None and like.y.dim() == 1 and not like.y.is_floating_point()
+    return not like.unit.is_group and like.y.dim() == 1 and not like.y.is_floating_point()
 
 
 def candidates(like: Population) -> Tensor:
-    """Return the numbers of a pool of `POOL` of which the canary is one: of persons, those with equal rows.
+    """Return the numbers of a pool of `POOL` of which the canary is one: of units with rows, those of equal ones.
 
     Their rows have one gradient, so that a build that adds up what it clips adds up in one direction.
     """
-    return torch.arange(0, POOL, 1 if like.rows_per_person is None else 2)
+    return torch.arange(0, POOL, 2 if like.unit.is_group else 1)
 
 
 def most_opposed(gradients: Tensor) -> tuple[int, int]:
@@ -101,7 +100,7 @@ class Harness:
 
     The parameters of `module` are the default start of releases. `like` defines shape, classes and dtype of the records
     (its records are not read); `datasets` are rows `[b]`, b >= 1, of `records` (x, y), each held by `copies` clients.
-    Where `like` counts persons, `records` are persons as in `made_up`, and `datasets` are numbers of persons.
+    Where `like` counts units of several rows, `records` are such as in `made_up`, and `datasets` are numbers of units.
     """
 
     def __init__(
@@ -120,18 +119,19 @@ class Harness:
         datasets = {NOBODY: torch.zeros(1, dtype=torch.long), **datasets, _ALL: torch.arange(len(records[1]))}
         self._first = {name: number * copies for number, name in enumerate(datasets)}
         self._attempt, self.engine, self.copies = 0, engine, copies
-        units, rows_of = None, [rows for rows in datasets.values() for _ in range(copies)]
-        if most := like.rows_per_person:
+        blocks, rows_of = None, [rows for rows in datasets.values() for _ in range(copies)]
+        if isinstance(like.unit, Group):
             records = records[0].flatten(0, 1), records[1].flatten(0, 1)
-            units = [rows.to(module.device) for one in datasets.values() for rows in [_rows_of(one, most)] * copies]
-            rows_of = [rows[rows >= 0] for rows in units]
+            each = [_blocks_of(one, like.unit) for one in datasets.values()]
+            blocks = [rows.to(module.device) for rows in each for _ in range(copies)]
+            rows_of = [rows[rows >= 0] for rows in blocks]
         self.population = dataclasses.replace(
             like,
             x=records[0],
             y=records[1],
             train_of=[rows.to(module.device) for rows in rows_of],
-            units=units,
-            persons=None,
+            blocks_of=blocks,
+            unit_ids=None,
             held_out_of=[torch.zeros(0, dtype=torch.long, device=module.device)] * (copies * len(datasets)),
             test=None,
             public=None,
@@ -142,7 +142,7 @@ class Harness:
         self._channel.setup(module, HeldClients(self.population), streams, sampling)
 
     def batch(self, rows: Tensor) -> Batch:
-        """Return these records, or a block of these persons."""
+        """Return these records, or a block of these units."""
         return self.population.records(self._first[_ALL], rows)
 
     def gradients(self, rows: Tensor, mechanism: Mechanism, start: Tensor | None = None) -> Tensor:
@@ -224,15 +224,16 @@ class Harness:
         )
 
 
-def _rows_of(persons: Tensor, most: int) -> Tensor:
-    """Return the rows `[len(persons), most]` that training uses of a client's persons, as of a run.
+def _blocks_of(numbers: Tensor, unit: Group) -> Tensor:
+    """Return the rows `[len(numbers), unit.rows]` that training uses of a client's units, as of a run.
 
-    Of persons with equal rows there is one row too many, and of others one is missing.
+    Of units with equal rows there is one row too many, and of others one is missing.
     """
-    rows = [torch.arange(most) + most * int(person) for person in persons]
-    rows = [torch.cat([own, own[:1]]) if own[0] // most % 2 == 0 else own[: max(1, most - 1)] for own in rows]
-    codes = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(own) for own in rows]))
-    return chosen_rows(torch.cat(rows), codes, most, key=b"")
+    assert unit.rows is not None, "`Unit.check` was not called"
+    rows = [np.arange(unit.rows) + unit.rows * int(number) for number in numbers]
+    rows = [np.append(own, own[:1]) if own[0] // unit.rows % 2 == 0 else own[: max(1, unit.rows - 1)] for own in rows]
+    ids = np.repeat(np.arange(len(rows)), [len(own) for own in rows])
+    return torch.from_numpy(unit.blocks(np.concatenate(rows), ids, key=b""))
 
 
 @dataclass(frozen=True)

@@ -61,8 +61,8 @@ def text(found: Mapping[str, Any]) -> str:
         )
     parts += [f"Not audited: {words}." for words in found["not_audited"]]
     meaning = "\n".join(f"{check}: {MEANING[check]}." for check in checks)
-    of_persons = any(client["claim"]["unit"] == "person" for client in found["clients"])
-    parts.append(meaning.replace("record", "person") if of_persons else meaning)
+    units = [client["claim"]["unit"] for client in found["clients"]]
+    parts.append(meaning.replace("record", units[0]) if units else meaning)
     return "\n\n".join(filter(None, parts))
 
 

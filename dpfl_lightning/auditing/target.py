@@ -47,7 +47,7 @@ class AuditTarget:
     accountant: Accountant
     replace_one: bool
     sampling: str
-    unit: str  # record or person
+    unit: str
 
     @property
     def claims(self) -> bool:
@@ -140,5 +140,5 @@ def _subject(loop: FederatedLoop, view: View, client: int, client_schedule: Clie
         accountant=loop.config.accountant,
         replace_one=loop.config.privacy is not None and loop.config.privacy.adjacency == "replace_one",
         sampling=loop.clients.sampling,
-        unit="record" if loop.population.rows_per_person is None else "person",
+        unit=loop.population.unit.name,
     )

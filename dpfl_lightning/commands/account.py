@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dpfl_lightning.config.command_line import CommandParser
+from dpfl_lightning.config.registry import names_of
 from dpfl_lightning.errors import command, require
 from dpfl_lightning.runtime.text import at_most, columns, counted, shown
 
@@ -44,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser("account", _ABOUT, _USAGE, _EXAMPLES)
     parser.add_argument("verb", metavar="VERB", nargs="?", default="", choices=(*_COUNTS, "add"))
     parser.add_argument("words", metavar="WORD", nargs="*", help="what VERB needs, see above")
-    parser.add_argument("--unit", choices=("record", "person"), help="whom a limit protects (default: a record)")
+    names = names_of("privacy.unit")
+    parser.add_argument("--unit", choices=names, help="what a limit protects (default: a record)")
     relation_help = "relation of a limit (default: add_remove); runs of several relations count as replacement"
     parser.add_argument("--adjacency", choices=("add_remove", "replace_one"), help=relation_help)
     rows_help = "with --unit person: the most rows of a person, for runs whose unit is record and that do not say it"
@@ -87,12 +89,12 @@ def _needs(count: int) -> str:
 
 
 def _limit(flags: argparse.Namespace) -> Limit:
-    from dpfl_lightning.privacy.accounting.accountant import OF_PERSONS
+    from dpfl_lightning.privacy.accounting.units import unit_of
     from dpfl_lightning.privacy.compose import Limit
 
     epsilon, delta = map(_number, flags.words[1:])
-    unit = OF_PERSONS if flags.unit == "person" else ""
-    return Limit(epsilon, delta, (flags.adjacency or "add_remove") + unit, flags.rows_per_person)
+    unit = unit_of({"unit": flags.unit or "record", "rows_per_person": flags.rows_per_person})
+    return Limit(epsilon, delta, flags.adjacency or "add_remove", unit)
 
 
 def _number(word: str) -> float:

@@ -122,7 +122,10 @@ def _ledgers(report: Composed) -> list[dict[str, Any]]:
 
 def _means(report: Composed) -> dict[str, str]:
     """Return the adjacencies and accountants of all accounts, usually one of each."""
-    each = {name: [getattr(total, name) for total in report.paid] for name in ("adjacency", "accountant")}
+    each = {
+        "adjacency": [total.relation.key for total in report.paid],
+        "accountant": [total.accountant for total in report.paid],
+    }
     return {name: ", ".join(dict.fromkeys(values)) for name, values in each.items()}
 
 

@@ -3,7 +3,7 @@
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     schedules, sampling = loop.plan_schedule().clients, SAMPLERS[loop.info.sampling].words
     sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.config.facts.num_records, strict=True)]
     besides = loop.config.caveats, loop.clients.unprotected
-    planned = client_plans(schedules, loop.config.accountant, sizes, sampling, *besides, loop.clients.most_records)
+    planned = client_plans(schedules, loop.config.accountant, sizes, sampling, *besides, loop.clients.unit)
     notes = [*loop.describe(), *filter(None, [loop.clients.outlook(loop.run_plan())])]
     names = [loop.config.facts.name_of(client) for client in range(len(planned))]
-    persons = loop.population.num_persons
+    ids, group = loop.population.num_ids, loop.clients.unit.group
     if flags.json:
         rows = [
             {
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "epsilon_budget": finite_or_none(client_plan.schedule.target_epsilon),
                 "num_records": client_plan.num_records,
                 "unit": client_plan.guarantee.unit,
-                **({} if persons is None else {"num_persons": persons[client]}),
+                **({} if ids is None else {f"num_{group}s": ids[client]}),
                 "batch_size": client_plan.batch_size,
             }
             for client, client_plan in enumerate(planned)
@@ -73,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         if exported is not None:
             notes = [*notes, f"The hash of {flags.export}, which sites compare, is {in_both_forms(exported)}."]
-        print(shown("\n".join([_run_text(planned, names, persons), f"Task: {loop.info.task}", *notes])))
+        more = {} if ids is None or loop.clients.unit.is_group else {f"{group}s": ids}
+        print(shown("\n".join([_run_text(planned, names, more), f"Task: {loop.info.task}", *notes])))
     return 0
 
 
@@ -104,8 +105,8 @@ def schedule_text(client_plan: ClientPlan) -> str:
     return "\n".join(lines)
 
 
-def _run_text(planned: Sequence[ClientPlan], names: Sequence[str], persons: Sequence[int] | None) -> str:
-    """Return a table of all clients and the guarantee with the largest epsilon."""
+def _run_text(planned: Sequence[ClientPlan], names: Sequence[str], more: Mapping[str, Sequence[int]]) -> str:
+    """Return a table of all clients, with `more` counts, and the guarantee with the largest epsilon."""
     one_delta = len({client_plan.guarantee.delta for client_plan in planned}) == 1  # it is stated below the table
     head = [
         "client",
@@ -133,9 +134,9 @@ def _run_text(planned: Sequence[ClientPlan], names: Sequence[str], persons: Sequ
         ]
         for name, client_plan in zip(names, planned, strict=True)
     ]
-    if persons is not None and planned[0].guarantee.unit == "record":
-        head.insert(2, "persons")
-        for row, count in zip(rows, persons, strict=True):
+    for title, counts in more.items():
+        head.insert(2, title)
+        for row, count in zip(rows, counts, strict=True):
             row.insert(2, count)
     weakest = max(planned, key=lambda client_plan: client_plan.guarantee.epsilon)
     about = "Rate is the sample rate, noise the noise multiplier."

@@ -196,15 +196,10 @@ class PrivacyOptions(Section, section="privacy"):
     sampling: Literal["poisson", "shuffle"] = "poisson"
     reserve_rounds: Annotated[int, Interval(ge=0, le=1_000_000)] = 0
     noise_key: Annotated[str, _NOISE_KEY] | None = None
-    unit: Literal["record", "person"] = "record"
+    unit: str = "record"
     rows_per_person: Annotated[int, Interval(ge=1, le=MOST_ROWS)] | None = None
     account: str | None = "auto"
     diagnostics: bool = False
-
-    @property
-    def relation(self) -> str:
-        """The name of the relation between neighbouring data sets, by the unit; see `ADJACENCIES_OF_PERSONS`."""
-        return self.adjacency + "_of_persons" * (self.unit == "person")
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,7 @@ NAMES = {
     "evaluation.metrics": [("federated.client.metrics", "METRICS")],
     "privacy.mechanism": [("privacy.accounting.events", "NOISED")],
     "privacy.accountant": [("privacy.accounting.accountant", "ACCOUNTANTS")],
+    "privacy.unit": [("privacy.accounting.units", "UNITS")],
     "sweep.sampler": [("search.samplers", "SAMPLERS")],
     "sweep.pruner": [("search.samplers", "PRUNERS")],
 }

@@ -19,9 +19,10 @@ from dpfl_lightning import data
 from dpfl_lightning.config.options import OWN_DATA, DataOptions
 from dpfl_lightning.config.registry import function_of
 from dpfl_lightning.data.columns import Columns
-from dpfl_lightning.data.frames import NO_PERSON, OF_A_TABLE, table_of
+from dpfl_lightning.data.frames import NO_IDS, OF_A_TABLE, table_of
 from dpfl_lightning.data.own import own_population
 from dpfl_lightning.data.population import Population
+from dpfl_lightning.privacy.accounting.units import ID_KEY
 
 
 class Arrival:
@@ -103,15 +104,15 @@ class OfTables(OfUser):
         given = self.options.init_args
         if (test := given.get("test")) is None:
             return None
-        person = given.get("person")  # the sites have theirs; a test set may do without
-        person = None if person == NO_PERSON else person
+        ids = given.get(ID_KEY)  # the sites have theirs; a test set may do without
+        ids = None if ids == NO_IDS else ids
         usual = {name: given.get(name) or {} for name in OF_A_TABLE}
         public = Columns.given(given.get("label"), None, (), given.get("columns") or {}, None)
         table = table_of(test, "test", public.dates, **usual)
-        dropped = [*(given.get("drop") or ()), *(one for one in table.frame.columns if one == person)]
-        own = {"df": {"test": table}, "test": table, "drop": dropped, "client": None, "person": NO_PERSON}
+        dropped = [*(given.get("drop") or ()), *(one for one in table.frame.columns if one == ids)]
+        own = {"df": {"test": table}, "test": table, "drop": dropped, "client": None, ID_KEY: NO_IDS}
         population = self._made(None, {**given, **own})
-        return dataclasses.replace(population, schema={**population.schema, "person": person})
+        return dataclasses.replace(population, schema={**population.schema, ID_KEY: ids})
 
     def ordered(self, columns: Sequence[str]) -> DataOptions:
         given = self.options.init_args

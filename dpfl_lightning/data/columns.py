@@ -16,7 +16,7 @@ from dpfl_lightning.data.frames import (
     Table,
     as_text,
     is_identifier,
-    may_name_persons,
+    may_be_ids,
     not_numeric,
     require_columns,
     warn_of_copies,
@@ -165,7 +165,7 @@ class Column:
         advice = "Leave it out of features, by drop" + ", or write its scale" * (not stated) + "."
         ids = is_identifier(column.astype(str)) if is_category else is_identifier(column, stated)
         require(not ids, here, must, got, advice)
-        if stated and whole and may_name_persons(numbers):
+        if stated and whole and may_be_ids(numbers):
             warn_user(f"{here} has {got}: if it names persons, write person: {column.name}, or drop it")
 
     def _check_far(self, scaled: np.ndarray, name: str, here: str) -> None:

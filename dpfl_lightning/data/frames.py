@@ -16,6 +16,7 @@ from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.data.id_names import is_ambiguous, names_identifier, names_persons
 from dpfl_lightning.data.raw_rows import cell_digest, joined_cells
 from dpfl_lightning.errors import UserError, nearest, require, warn_user
+from dpfl_lightning.privacy.accounting.units import ID_KEY
 
 if TYPE_CHECKING:
     from pandas import DataFrame, Series
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _OF_LINES = ("skiprows", "skipfooter")
 _READ = ("sep", "decimal", "thousands", "encoding", "na_values", "keep_default_na", "date_format", *_OF_LINES)
 MARKERS = ("?", "-", ".", "na", "n/a", "n.a.", "k.a.", "nan", "null", "none", "missing", "unknown")
-NO_PERSON = "none"  # as `person`: each row is another person
+NO_IDS = "none"  # as `person`: each row is another person
 OF_A_TABLE = ("read", "replace", "rename")
 MOST_CATEGORIES = 20  # of a column of texts; identifiers and free text have more
 MOST_FOOTERS = 3  # rows below a table that are recognised
@@ -294,7 +295,7 @@ def is_identifier(column: Series, has_scale: bool = False) -> bool:
     return bool(running or values.abs().max() >= 1e6 or names_identifier(column.name))
 
 
-def may_name_persons(column: Series) -> bool:
+def may_be_ids(column: Series) -> bool:
     """Whether whole numbers of one length, of at least five digits, are different in most rows, as those of ids are."""
     values = column.dropna()
     if len(values) <= MOST_CATEGORIES or (values != values.round()).any() or values.min() < 10_000:
@@ -313,7 +314,7 @@ def _measures(column: Series) -> bool:
     return is_ambiguous(column.name) and pandas.api.types.is_numeric_dtype(column) and column.max() < _LEAST_ID
 
 
-def require_persons_stated(frame: DataFrame, key: str) -> None:
+def require_ids_stated(frame: DataFrame, key: str) -> None:
     """Raise UserError if rows repeat in a column that names persons: a guarantee for rows is less than it seems."""
     named = [name for name in frame if names_persons(name) and not _measures(frame[name])]
     several = [str(name) for name in named if frame[name].dropna().duplicated().any()]
@@ -467,5 +468,5 @@ def cells_of(tables: Sequence[Table]) -> np.ndarray:
 def require_columns(frame: DataFrame, names: Sequence[str], key: str) -> None:
     """Raise UserError unless a table has these columns."""
     unknown, known = next((name for name in names if name not in frame.columns), None), list(map(str, frame.columns))
-    must = f"name {'a column' if key in ('client', 'person') else 'columns'} of the table ({', '.join(known)})"
+    must = f"name {'a column' if key in ('client', ID_KEY) else 'columns'} of the table ({', '.join(known)})"
     require(unknown is None, key, must, unknown, nearest(str(unknown), known))

@@ -30,7 +30,7 @@ class ImageFolder(TorchDataset):
         _require_no_images(folder, "be in the folder of a class")
         self.size, self.channels = size, channels
 
-    def persons(self, end: str) -> list[str]:
+    def ids(self, end: str) -> list[str]:
         """Return the person of each image: its file's name up to the first `end`. Raises UserError."""
         require(isinstance(end, str) and end != "", "person", "be the sign after a person's id in names of files", end)
         without = sum(path.stem.find(end) < 1 for path, _ in self.files)

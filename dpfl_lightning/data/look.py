@@ -21,7 +21,7 @@ from dpfl_lightning.data.frames import (
     MOST_FOOTERS,
     Table,
     is_identifier,
-    may_name_persons,
+    may_be_ids,
     not_numeric,
     number_marks,
     without_zone,
@@ -244,7 +244,7 @@ def _described(column: Series, forms: list[str], table: Table) -> Column:
         whole = bool((values == values.round()).all())
         if identifier and is_identifier(column):
             return Column(name, "other", "another whole number in nearly every row, as an identifier has")
-        if may_name_persons(column):
+        if may_be_ids(column):
             rows = values.value_counts().max()
             fact = f"{values.nunique()} whole numbers of one length in at most {rows} rows each, as ids of persons have"
             return Column(name, "other", fact + after)

@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, Subset
 
 from dpfl_lightning.data.loaders import records_of, warn_of_batch_sizes
 from dpfl_lightning.errors import require
+from dpfl_lightning.privacy.accounting.units import ID_KEY
 
 _OF_BATCHES = ("on_before_batch_transfer", "on_after_batch_transfer", "transfer_batch_to_device")
 
@@ -16,8 +17,8 @@ def is_datamodule(value: object) -> bool:
     return hasattr(value, "train_dataloader") and hasattr(value, "prepare_data")
 
 
-def datasets_of(datamodule: Any, client: Any, person: Any = None) -> tuple[Any, Any, Any]:
-    """Return the training sets or loaders (a list, or a mapping by name), that of the test or None, and persons."""
+def datasets_of(datamodule: Any, client: Any, ids: Any = None) -> tuple[Any, Any, Any]:
+    """Return the training sets or loaders (a list, or a mapping by name), that of the test or None, and ids."""
     for hook in _OF_BATCHES:
         advice = "Change records in the data set, or in the model."
         require(
@@ -29,17 +30,17 @@ def datasets_of(datamodule: Any, client: Any, person: Any = None) -> tuple[Any, 
     loaders = getattr(loaders, "iterables", loaders)  # of a CombinedLoader
     if isinstance(loaders, DataLoader):
         warn_of_batch_sizes([loaders])
-        train, person = _divided(loaders, client, person, datamodule)
+        train, ids = _divided(loaders, client, ids, datamodule)
     else:
         require(client is None, "client", "be left out if every client has a loader", client)
         named = loaders if isinstance(loaders, Mapping) else dict(enumerate(loaders))
         sets = {name: _loader(loader, f"train_dataloader: {name}") for name, loader in named.items()}
         train = sets if isinstance(loaders, Mapping) else list(sets.values())  # type: ignore[assignment]
-    return train, _test_set(datamodule), person
+    return train, _test_set(datamodule), ids
 
 
-def _divided(loader: DataLoader, client: Any, person: Any, datamodule: Any) -> tuple[dict[str, Any], Any]:
-    """Return the records of each client of one data set by name, and the ids of their persons."""
+def _divided(loader: DataLoader, client: Any, given: Any, datamodule: Any) -> tuple[dict[str, Any], Any]:
+    """Return the records of each client of one data set by name, and the ids of their units."""
     advice = "Or return one loader for each client, as in {'berlin': DataLoader(...), 'rome': ...}."
     must = "give the client of each record if there is one loader: a list, or the name of an attribute of the data set"
     require(client is not None, "client", must, None, advice)
@@ -47,14 +48,14 @@ def _divided(loader: DataLoader, client: Any, person: Any, datamodule: Any) -> t
     names = np.array([str(name) for name in _of_each("client", client, dataset, datamodule)])
     rows_of = {name: np.flatnonzero(names == name).tolist() for name in sorted(set(names.tolist()))}
     sets = {name: Subset(records, rows) for name, rows in rows_of.items()}
-    if person is None:
+    if given is None:
         return sets, None
-    ids = _of_each("person", person, dataset, datamodule)
+    ids = _of_each(ID_KEY, given, dataset, datamodule)
     return sets, {name: [ids[row] for row in rows] for name, rows in rows_of.items()}
 
 
 def _of_each(key: str, given: Any, dataset: Any, datamodule: Any) -> list[Any]:
-    """Return the client or person of each record of one data set; `given` may name an attribute."""
+    """Return the client or the id of each record of one data set; `given` may name an attribute."""
     if isinstance(given, str):
         place = next((one for one in (dataset, datamodule) if hasattr(one, given)), None)
         require(place is not None, key, "be an attribute of the training set or of the datamodule", given)

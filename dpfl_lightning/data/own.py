@@ -7,8 +7,9 @@ from dpfl_lightning.config.registry import made_by, users_code
 from dpfl_lightning.data.modules import is_datamodule
 from dpfl_lightning.data.population import Population
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.privacy.accounting.units import ID_KEY
 
-_OF_DATASETS = ("held_out", "seed", "num_classes", "classes", "lazy", "persons")
+_OF_DATASETS = ("held_out", "seed", "num_classes", "classes", "lazy", f"{ID_KEY}s")
 
 
 def own_population(
@@ -35,7 +36,7 @@ def _population(made: Any, arguments: Mapping[str, Any]) -> Population:
         require(not arguments, "data.population_args", "be left out if class_path makes a Population", dict(arguments))
         return made
     if is_datamodule(made):
-        _check_names(arguments, (*_OF_DATASETS[:-1], "client", "person"))
+        _check_names(arguments, (*_OF_DATASETS[:-1], "client", ID_KEY))
         return Population.from_datamodule(made, **arguments)
     if isinstance(made, Mapping | Sequence) and not isinstance(made, str):
         _check_names(arguments, _OF_DATASETS)

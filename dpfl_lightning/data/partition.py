@@ -7,7 +7,7 @@ import numpy as np
 from annotated_types import Interval
 
 from dpfl_lightning.config.registry import call
-from dpfl_lightning.data import persons as people
+from dpfl_lightning.data import unit_ids
 from dpfl_lightning.errors import UserError, require
 
 Parts = list[np.ndarray]
@@ -168,13 +168,13 @@ def as_classes(targets: np.ndarray, bins: int = 10) -> np.ndarray:
 def with_held_out(rows_of: Parts, held_out: int | float, rng: np.random.Generator, each: int) -> tuple[Parts, Parts]:
     """Split each client's rows at random into training and held-out rows: a count, or a share of its records.
 
-    Rows of a simulated person, `each` that follow each other, stay together.
+    Rows of one unit, `each` that follow each other, stay together.
     """
     train, held_out_rows = [], []
     for client, rows in enumerate(rows_of):
         count = int(held_out) if held_out >= 1 else round(held_out * len(rows))
         must = f"leave a training record of the {len(rows)} of client {client}"
-        parts = people.cut(rows, count, rng, each)
+        parts = unit_ids.cut(rows, count, rng, each)
         advice = "Hold out less, or have fewer clients."
         require(count < len(rows) and len(parts[0]) > 0, "data.held_out_per_client", must, held_out, advice)
         train.append(parts[0])

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from dpfl_lightning.config.names import check_columns, check_names
-from dpfl_lightning.data import persons as people
+from dpfl_lightning.data import unit_ids as units
 from dpfl_lightning.data.columns import Columns, require_filled
 from dpfl_lightning.data.frames import (
-    NO_PERSON,
+    NO_IDS,
     by_client,
     cells_of,
-    require_persons_stated,
+    require_ids_stated,
     table_of,
     tables_of,
     warn_of_equal_tables,
@@ -35,6 +35,7 @@ from dpfl_lightning.data.loaders import warn_of_batch_sizes
 from dpfl_lightning.data.modules import datasets_of
 from dpfl_lightning.data.raw_rows import RawRows, numbers_of_ids
 from dpfl_lightning.errors import nearest, require, warn_user
+from dpfl_lightning.privacy.accounting.units import ID_KEY, RECORD, Group, Unit
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, Block, Inputs, joined, record_shape, take
 from dpfl_lightning.privacy.ledger.evidence import Evidence
 
@@ -70,11 +71,11 @@ class Population:
         form: what a `training_step` gets as a batch.
         schema: what sites must agree on beside `features`, ready for JSON: classes, and of a table columns, label,
             fill, dates and units.
-        persons: [n] int64 code of the person of each stored row; one code at two clients is two persons; None if
-            unknown.
-        rows_per_person: most rows of a person that training uses, if it counts persons (`counting`), else None.
-        units, held_out_units: [N] rows of each client's persons `[persons, rows_per_person]`, -1 where there is none;
-            see `chosen`.
+        unit_ids: [n] int64 code of the person, or of another unit of several rows, of each stored row; one code at two
+            clients is two units; None if unknown.
+        unit: what training draws and counts, see `counting`.
+        blocks_of, held_out_blocks_of: [N] rows of each client's units `[units, unit.rows]`, -1 where there is none; see
+            `chosen`.
         raw: digests of the records as they were given, beside x and y.
     """
 
@@ -92,10 +93,10 @@ class Population:
     origin: Mapping[str, Any] = field(default_factory=dict)
     form: BatchForm = PAIR
     schema: Mapping[str, Any] = field(default_factory=dict)
-    persons: Tensor | None = None
-    rows_per_person: int | None = None
-    units: list[Tensor] | None = None
-    held_out_units: list[Tensor] | None = None
+    unit_ids: Tensor | None = None
+    unit: Unit = RECORD
+    blocks_of: list[Tensor] | None = None
+    held_out_blocks_of: list[Tensor] | None = None
     raw: RawRows = field(default_factory=RawRows)
 
     def __post_init__(self) -> None:
@@ -121,12 +122,12 @@ class Population:
     def checked(self) -> Population:
         """Return this population, with a caveat if clients share training records.
 
-        Raises UserError if a client has a row twice, the test set has a training record or person, or labels or rows
-        are out of range: guarantees are for one record or person, and scores are released without noise.
+        Raises UserError if a client has a row twice, the test set has a training record or unit, or labels or rows
+        are out of range: guarantees are for one record or other unit, and scores are released without noise.
         """
         check_range("Population: y", self.y, self.num_classes)
-        if self.persons is not None:
-            people.check_persons(self.persons, len(self.y), self.train_of, self.held_out_of, self.test)
+        if self.unit_ids is not None:
+            units.check_ids(self.unit_ids, len(self.y), self.train_of, self.held_out_of, self.test)
         shared = check_rows(len(self.y), self.train_of, self.held_out_of, self.test)
         new = shared and _SHARED not in self.caveats
         return dataclasses.replace(self, caveats=(*self.caveats, _SHARED)) if new else self
@@ -137,11 +138,11 @@ class Population:
 
     @functools.cached_property  # counted once for a hundred thousand clients, not in every round
     def num_records(self) -> tuple[int, ...]:
-        """What training counts of each client: its training records, or with `rows_per_person` their persons."""
-        if self.units is not None:
-            return tuple(map(len, self.units))
-        if self.rows_per_person is not None and self.num_persons is not None:
-            return self.num_persons
+        """What training counts of each client: its training records, or units of several of them."""
+        if self.blocks_of is not None:
+            return tuple(map(len, self.blocks_of))
+        if self.unit.is_group and self.num_ids is not None:
+            return self.num_ids
         return tuple(map(len, self.train_of))
 
     @functools.cached_property
@@ -149,10 +150,10 @@ class Population:
         return tuple(map(len, self.held_out_of))
 
     @functools.cached_property
-    def num_persons(self) -> tuple[int, ...] | None:
-        """[N] number of persons in each client's training records; None if persons are unknown."""
-        persons = self.persons
-        return None if persons is None else tuple(len(persons[rows].unique()) for rows in self.train_of)
+    def num_ids(self) -> tuple[int, ...] | None:
+        """[N] number of different ids in each client's training records; None if there are none."""
+        ids = self.unit_ids
+        return None if ids is None else tuple(len(ids[rows].unique()) for rows in self.train_of)
 
     @property
     def feature_names(self) -> tuple[str, ...] | None:
@@ -173,55 +174,49 @@ class Population:
         """Return the name of a client for reports; its number if it has none."""
         return self.names[client] if self.names else str(client)
 
-    def counting(self, unit: str, rows_per_person: int | None) -> Population:
-        """Return the population in which training counts records or persons; see `PrivacyOptions`.
-
-        Raises UserError if no persons are known, or the most rows of one.
-        """
-        if unit == "record":
-            return self
-        advice = "Name the most rows of a person that are used, such as 4."
-        must = "be a number with unit person"
-        require(rows_per_person is not None, "privacy.rows_per_person", must, rows_per_person, advice)
-        advice = "Name the column or the ids of the persons (person=...), or set privacy.unit to record."
-        require(self.persons is not None, "privacy.unit", "be record for data without persons", unit, advice)
-        return dataclasses.replace(self, rows_per_person=rows_per_person)
+    def counting(self, unit: Unit) -> Population:
+        """Return the population in which training counts this unit. Raises UserError as `Unit.check`."""
+        unit.check(self.unit_ids is not None)
+        return dataclasses.replace(self, unit=unit) if unit.is_group else self
 
     def chosen(self, key: bytes) -> Population:
-        """Return the population with the rows of each person that releases use, chosen by the secret `key`."""
-        if self.rows_per_person is None or self.persons is None:
+        """Return the population with the rows of each unit that releases use, chosen by the secret `key`."""
+        if not isinstance(unit := self.unit, Group) or self.unit_ids is None:
             return self
-        most, codes = self.rows_per_person, self.persons.cpu()
-        units, held_out = (
-            [people.chosen_rows(rows, codes[rows], most, key).to(self.y.device) for rows in (one.cpu() for one in each)]
+        ids = self.unit_ids.cpu().numpy()
+        blocks, held_out = (
+            [
+                torch.from_numpy(unit.blocks(rows, ids[rows], key)).to(self.y.device)
+                for rows in (one.cpu().numpy() for one in each)
+            ]
             for each in (self.train_of, self.held_out_of)
         )
-        return dataclasses.replace(self, units=units, held_out_units=held_out)
+        return dataclasses.replace(self, blocks_of=blocks, held_out_blocks_of=held_out)
 
     def records(self, client: int, rows: Tensor) -> tuple[Inputs, Tensor]:
         """Return training records of a client: `rows` [b] index its training rows; x [b, *X] and y [b].
 
-        If training counts persons, they index these: x is a `Block`, and y [b, rows_per_person].
+        If training counts units of several rows, they index these: x is a `Block`, and y [b, unit.rows].
         """
-        if self.rows_per_person is not None:
-            assert self.units is not None, "`chosen` was not called"
-            return self._blocks(self.units[client][rows.to(self.y.device)])
+        if self.unit.is_group:
+            assert self.blocks_of is not None, "`chosen` was not called"
+            return self._blocks(self.blocks_of[client][rows.to(self.y.device)])
         return self._rows(self.train_of[client][rows.to(self.y.device)])
 
     def held_out(self, client: int) -> tuple[Inputs, Tensor]:
-        """Return all held-out records of a client, or persons as `records` does: x [h, *X] and y [h]; h may be 0."""
-        if self.rows_per_person is not None:
-            assert self.held_out_units is not None, "`chosen` was not called"
-            return self._blocks(self.held_out_units[client])
+        """Return all held-out records of a client, or units as `records` does: x [h, *X] and y [h]; h may be 0."""
+        if self.unit.is_group:
+            assert self.held_out_blocks_of is not None, "`chosen` was not called"
+            return self._blocks(self.held_out_blocks_of[client])
         return self._rows(self.held_out_of[client])
 
     def evidence(self, key: bytes) -> tuple[Evidence, ...]:
         """Return evidence of the records of each client who has some, training and held-out ones, keyed by a secret."""
         pairs = zip(self.train_of, self.held_out_of, strict=True)
         rows_of = [rows.cpu().numpy() for rows in map(torch.cat, pairs) if len(rows)]
-        persons = None if self.persons is None else self.persons.cpu().numpy().astype(np.uint64)
+        ids = None if self.unit_ids is None else self.unit_ids.cpu().numpy().astype(np.uint64)
         inputs = lambda rows: take(self.x, torch.from_numpy(rows).to(self.y.device))  # noqa: E731
-        return self.raw.evidence(rows_of, inputs, persons, key)
+        return self.raw.evidence(rows_of, inputs, ids, key)
 
     def test_records(self) -> tuple[Inputs, Tensor] | None:
         """Return the test set, x [m, *X] and y [m], or None."""
@@ -231,8 +226,8 @@ class Population:
         """Return the records that were declared public: x [p, *X] and y [p]; p may be 0."""
         return self._rows(self.y.new_zeros(0, dtype=torch.long) if self.public is None else self.public)
 
-    def _blocks(self, units: Tensor) -> tuple[Block, Tensor]:
-        rows, present = units.where(units >= 0, units[:, :1]), units >= 0
+    def _blocks(self, blocks: Tensor) -> tuple[Block, Tensor]:
+        rows, present = blocks.where(blocks >= 0, blocks[:, :1]), blocks >= 0
         return Block.of(take(self.x, rows.flatten()), present), self.y[rows]
 
     def _rows(self, rows: Tensor) -> tuple[Inputs, Tensor]:
@@ -242,16 +237,16 @@ class Population:
         """Return the same population on a device: records move once, and the rows of all clients together."""
         moved: dict[str, Any] = {
             name: None if (value := getattr(self, name)) is None else value.to(device)
-            for name in ("y", "test", "public", "persons")
+            for name in ("y", "test", "public", "unit_ids")
         }
         moved["x"] = tree_map(lambda part: part.to(device), self.x)
         for name in ("train_of", "held_out_of"):
             rows = getattr(self, name)
             together = torch.cat([self.y.new_zeros(0, dtype=torch.long), *rows])
             moved[name] = list(together.to(device).split([len(client_rows) for client_rows in rows]))
-        for name in ("units", "held_out_units"):
-            units = getattr(self, name)
-            moved[name] = None if units is None else [rows.to(device) for rows in units]
+        for name in ("blocks_of", "held_out_blocks_of"):
+            blocks_of = getattr(self, name)
+            moved[name] = None if blocks_of is None else [rows.to(device) for rows in blocks_of]
         return dataclasses.replace(self, **moved)
 
     @classmethod
@@ -305,12 +300,12 @@ class Population:
         labels = as_classes(y.numpy()) if y.ndim == 1 else np.zeros(len(y), dtype=np.int64)
         kinds = max(dataset.num_classes, int(labels.max()) + 1)
         parts = [pool.start + part for part in divide(name, labels[pool], num_clients, rng, **options)]
-        persons, each = None, records_per_person or 1
+        ids, each = None, records_per_person or 1
         if records_per_person is not None:
             once = name != "overlapping"
             require(once, "data.records_per_person", "be null if clients share records", records_per_person)
             parts = [rng.permutation(part) for part in parts]
-            persons = people.in_groups(len(y), parts, each)
+            ids = units.in_groups(len(y), parts, each)
         train, held_out = with_held_out(parts, held_out_per_client, rng, each)
         if not held_out_per_client:
             labels_of = [labels[rows] for rows in train]
@@ -318,12 +313,12 @@ class Population:
             held_out = [test.start + share for share in shares]
         test_rows, caveats = torch.arange(test.start, test.stop), (_SHARED,) if name == "overlapping" else ()
         rows = _tensors(train), _tensors(held_out), test_rows
-        population = cls(x, y, *rows, dataset.num_classes, public, caveats, origin=dataset.origin, persons=persons)
+        population = cls(x, y, *rows, dataset.num_classes, public, caveats, origin=dataset.origin, unit_ids=ids)
         population = population if client_groups is None else population._shifted(client_groups)
         if label_noise is None:
             return population
-        unit, unit_options = label_noise
-        y = with_wrong_labels(unit, population.y, population.train_of, population.num_classes, rng, **unit_options)
+        kind, kind_options = label_noise
+        y = with_wrong_labels(kind, population.y, population.train_of, population.num_classes, rng, **kind_options)
         return dataclasses.replace(population, y=y)
 
     def _shifted(self, groups: Groups) -> Population:
@@ -333,13 +328,13 @@ class Population:
         rows_of = [*self.train_of, *self.held_out_of, *public]
         before = torch.cat(rows_of)
         x, y, rows_of = stored(self.x, self.y, rows_of, [*groups.of, *groups.of, *(0 for _ in public)], groups.shift)
-        persons = None
-        if self.persons is not None:
-            persons = people.with_nobody(self.persons[:0], len(y))
-            persons[torch.cat(rows_of)] = self.persons[before]
+        ids = None
+        if self.unit_ids is not None:
+            ids = units.with_nobody(self.unit_ids[:0], len(y))
+            ids[torch.cat(rows_of)] = self.unit_ids[before]
         train_of, held_out_of = rows_of[: self.num_clients], rows_of[self.num_clients : 2 * self.num_clients]
         shifted = dataclasses.replace(
-            self, x=x, y=y, train_of=train_of, held_out_of=held_out_of, test=None, persons=persons
+            self, x=x, y=y, train_of=train_of, held_out_of=held_out_of, test=None, unit_ids=ids
         )
         return dataclasses.replace(shifted, public=rows_of[-1] if public else None, groups=groups.of)
 
@@ -428,8 +423,8 @@ class Population:
             draws = coins(take(x, slice(ends[-1])), y[: ends[-1]], seed)
         ids = None
         if persons is not None:
-            ids = people.ids_of_clients(persons, clients, list(map(len, ys[: len(clients)])), names)
-            draws = people.coins([one for part in ids for one in part], seed)
+            ids = units.ids_of_clients(persons, clients, list(map(len, ys[: len(clients)])), names)
+            draws = units.coins([one for part in ids for one in part], seed)
         is_held_out = draws < round(held_out * 2**64) if held_out else np.zeros(ends[-1], dtype=bool)
         train, held_out_rows = [], []
         for source, rows in zip(sources, np.split(np.arange(ends[-1]), ends[:-1]), strict=False):
@@ -449,13 +444,13 @@ class Population:
         if ids is None:
             return population
         if test is not None:
-            of_test = people.attribute(test, persons) if isinstance(persons, str) else test_persons
+            of_test = units.attribute(test, persons) if isinstance(persons, str) else test_persons
             of_test = None if of_test is None else ids_of(of_test, len(ys[-1]), "test_persons")
-            people.check_test_persons(of_test, ids, is_held_out)
-        persons = people.with_nobody(torch.cat([people.codes(one) for one in ids]), len(y))
+            units.check_test_ids(of_test, ids, is_held_out)
+        codes = units.with_nobody(torch.cat([units.codes(one) for one in ids]), len(y))
         numbers = numbers_of_ids([one for part in ids for one in part])
-        raw = dataclasses.replace(raw, person_numbers=np.pad(numbers, (0, len(y) - len(numbers))))
-        return dataclasses.replace(population, persons=persons, schema={**schema, "person": True}, raw=raw)
+        raw = dataclasses.replace(raw, id_numbers=np.pad(numbers, (0, len(y) - len(numbers))))
+        return dataclasses.replace(population, unit_ids=codes, schema={**schema, ID_KEY: True}, raw=raw)
 
     @classmethod
     def from_dataframe(
@@ -517,7 +512,7 @@ class Population:
         require(unknown is None, "options", must, unknown, nearest(str(unknown), known))
         require_filled(label, classes, columns)
         usual: dict[str, Any] = {"read": read or {}, "replace": replace or {}, "rename": rename or {}}
-        stated, person = person is not None, None if person == NO_PERSON else person
+        stated, person = person is not None, None if person == NO_IDS else person
         public = Columns.given(label, features, drop, columns or {}, person)
         usual["texts"] = [one for one in (client, person, *public.dates) if isinstance(one, str)]
         given = tables_of(df, **usual)
@@ -526,7 +521,7 @@ class Population:
         require(one is not None or client is None, "client", must, client)
         public = public.of(given, client)
         for table in given.values() if not stated else ():
-            require_persons_stated(table.frame, table.key)
+            require_ids_stated(table.frame, table.key)
         tables = given if one is None else by_client(one, client)
         parts = [public.records(table) for table in tables.values()]
         named = one is None or client is not None
@@ -536,9 +531,9 @@ class Population:
         inputs = {table.key: part[0] for table, part in zip(tables.values(), parts, strict=True)}
         warn_of_equal_tables(inputs if tested is None else {**inputs, "test": tested[0]})
         if person is not None:
-            ids = [people.ids_in(table, person) for table in tables.values()]
+            ids = [units.ids_in(table, person) for table in tables.values()]
             options["persons"] = dict(zip(tables, ids, strict=True)) if named else ids
-            options["test_persons"] = None if test is None or person not in test.frame else people.ids_in(test, person)
+            options["test_persons"] = None if test is None or person not in test.frame else units.ids_in(test, person)
         options["label"] = ", ".join(public.labels)
         population = cls.from_datasets(records, tested, held_out=held_out, classes=classes, **options)
         schema = {**population.schema, **public.schema()}
@@ -564,7 +559,7 @@ class Population:
         """
         train, test, persons = datasets_of(datamodule, client, person)
         if isinstance(person, str) and test is not None:
-            options.setdefault("test_persons", people.attribute(test, person))
+            options.setdefault("test_persons", units.attribute(test, person))
         return cls.from_datasets(train, test, persons=persons, **options)
 
     @classmethod
@@ -592,8 +587,8 @@ class Population:
         """
         clients, test, num_classes = image_folders(path, classes, size, channels)
         if person is not None:
-            options["persons"] = {name: images.persons(person) for name, images in clients.items()}
-            options["test_persons"] = None if test is None else test.persons(person)
+            options["persons"] = {name: images.ids(person) for name, images in clients.items()}
+            options["test_persons"] = None if test is None else test.ids(person)
         return cls.from_datasets(clients, test, num_classes=num_classes, lazy=lazy, **options)
 
 

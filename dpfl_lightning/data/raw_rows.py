@@ -32,21 +32,21 @@ class RawRows:
     Args:
         cells: plain digests [n, C] of the cells of each record, uint64, 0 for an empty one. Their sum is that of the
             record, in whatever order its columns are. None if records have no other form than their tensors.
-        person_numbers: [n] digits of the ids of their persons, as numbers, or None.
+        id_numbers: [n] digits of the ids of their units, as numbers, or None.
 
     **Privacy** A plain digest confirms a guess of a record. It stays beside the records.
     """
 
     cells: np.ndarray | None = None
-    person_numbers: np.ndarray | None = None
+    id_numbers: np.ndarray | None = None
 
-    def evidence(self, rows_of: Sequence[np.ndarray], inputs: Any, persons: Any, key: bytes) -> tuple[Evidence, ...]:
+    def evidence(self, rows_of: Sequence[np.ndarray], inputs: Any, ids: Any, key: bytes) -> tuple[Evidence, ...]:
         """Return keyed evidence of clients.
 
         Args:
             rows_of: rows of each client.
             inputs: function that returns the inputs of rows, which count if there is nothing else.
-            persons: [n] codes of the persons of all rows, uint64, or None.
+            ids: [n] codes of the units of all rows, uint64, or None.
             key: secret of the account.
         """
         if self.cells is not None:
@@ -56,10 +56,10 @@ class RawRows:
             parts = [cells_of_tensors(inputs(some)) for some in np.split(order, range(_AT_ONCE, len(order), _AT_ONCE))]
             cells_of = np.split(np.concatenate(parts), np.cumsum(list(map(len, rows_of)))[:-1])
         count = len(rows_of)
-        if persons is None or self.person_numbers is None:
+        if ids is None or self.id_numbers is None:
             return tuple(Evidence.of(cells, None, 1.0, key, count) for cells in cells_of)
-        densities = [density(self.person_numbers[rows]) for rows in rows_of]
-        ids_of = [persons[rows] for rows in rows_of]
+        densities = [density(self.id_numbers[rows]) for rows in rows_of]
+        ids_of = [ids[rows] for rows in rows_of]
         return tuple(map(Evidence.of, cells_of, ids_of, densities, repeat(key), repeat(count)))
 
 

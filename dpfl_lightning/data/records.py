@@ -30,11 +30,11 @@ class Records:
         return self._population.y.device
 
     def batch(self, rows: Tensor) -> tuple[Inputs, Tensor]:
-        """Return x [b, *X] and y [b, ...] of the training records, or persons, at `rows` [b]."""
+        """Return x [b, *X] and y [b, ...] of the training records, or other units, at `rows` [b]."""
         return self._population.records(self._place, rows)
 
     def held_out(self) -> tuple[Inputs, Tensor]:
-        """Return x [h, *X] and y [h, ...] of the held-out records, or persons; h may be 0."""
+        """Return x [h, *X] and y [h, ...] of the held-out records, or other units; h may be 0."""
         return self._population.held_out(self._place)
 
     @property

@@ -13,20 +13,17 @@ import numpy as np
 from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.privacy.accounting.accountant import (
     ADJACENCIES,
-    ADJACENCIES_OF_PERSONS,
-    OF_PERSONS,
     Query,
     Rdp,
     exact_sum,
     get_accountant,
-    relation_of,
     rounded_up,
 )
 from dpfl_lightning.privacy.accounting.events import Composed, Event, NoisedEvent, NonPrivateEvent, Release, composed
-from dpfl_lightning.privacy.accounting.group_privacy import of_group
 from dpfl_lightning.privacy.accounting.guarantee import CHOSEN, FILTER, CumulativeGuarantee, Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import numbered
 from dpfl_lightning.privacy.accounting.rdp import ORDERS, converted
+from dpfl_lightning.privacy.accounting.units import RECORD, ROWS_KEY, Relation, Unit, of_group
 from dpfl_lightning.privacy.sampling import SAMPLERS, weakest
 from dpfl_lightning.runtime.text import counted
 
@@ -37,7 +34,6 @@ History = Sequence[Sequence["Line"]]
 #: the holder of lines without keys
 ANYBODY: Keys = frozenset()
 _MOST_TIGHT = 200  # mechanisms of several runs that are composed tightly: about three seconds
-_ROWS_UNKNOWN = NonPrivateEvent("records of persons of whom nobody says how many rows they have")
 _WORST = "with the worst client of each run"
 
 
@@ -54,7 +50,7 @@ class Line:
         planned: what counts as well, because results decide the end of the run.
         filter: what counts instead, because results decide the noise of the run; see `whole_budgets`.
         chosen: whether results of other runs have chosen the releases. Then budget and delta count instead.
-        rows_per_person: the most rows of a person that are used, if that is known.
+        unit: what the releases protect; of those of one holder, `rows` are the most that any run says.
     """
 
     run: str
@@ -69,7 +65,7 @@ class Line:
     planned: tuple[Event, ...] | None = None
     filter: tuple[Event, ...] | None = None
     chosen: bool = False
-    rows_per_person: int | None = None
+    unit: Unit = RECORD
 
     @functools.cached_property
     def counts(self) -> tuple[Event, ...]:
@@ -79,6 +75,10 @@ class Line:
         if self.filter is not None:
             return (*self.filter, *(event for event in self.released if not event.private))
         return self.released if self.planned is None else tuple(pointwise_maximum(self.released, self.planned))
+
+    @property
+    def relation(self) -> Relation:
+        return Relation(self.adjacency, self.unit)
 
     @property
     def costs(self) -> bool:
@@ -96,7 +96,7 @@ class Line:
         A step at a lower sample rate is a mixture of a step at a higher one and of a step without the record, and more
         noise is less noise with independent noise added.
         """
-        if (self.adjacency, self.sampling, self.chosen) != (other.adjacency, other.sampling, other.chosen):
+        if (self.relation.key, self.sampling, self.chosen) != (other.relation.key, other.sampling, other.chosen):
             return False
         if self.chosen or not 0 < self.delta <= other.delta or self._merged.unprotected < other._merged.unprotected:
             return False
@@ -124,7 +124,7 @@ class Total:
     """What a holder's releases in all `runs` cost together, and everything on which this epsilon depends.
 
     `lines` are its own; of clients that cannot be told apart, that of the worst client of each run. `method` says how
-    epsilon was computed, and `neighbours` what neighbouring data sets are.
+    epsilon was computed, and `neighbours` what neighbouring data sets are: those of `adjacency` and `unit`.
     """
 
     keys: Keys
@@ -135,8 +135,13 @@ class Total:
     method: str
     accountant: str
     adjacency: str
+    unit: Unit
     sampling: str
     neighbours: str
+
+    @property
+    def relation(self) -> Relation:
+        return Relation(self.adjacency, self.unit)
 
     @property
     def name(self) -> str:
@@ -154,8 +159,7 @@ class Total:
     @property
     def guarantee(self) -> Guarantee:
         accountant, words = get_accountant(self.accountant, self.adjacency), SAMPLERS[self.sampling].words
-        bound, most = (self.epsilon, self.method), [line.rows_per_person or 0 for line in self.lines]
-        stated = guarantee(self.released, self.delta, accountant, words, (), bound, max(most, default=0) or None)
+        stated = guarantee(self.released, self.delta, accountant, words, (), (self.epsilon, self.method), self.unit)
         return replace(stated, adjacency=self.neighbours)
 
     def beside(self, run: str | None, limit: Limit | None = None, used: float | None = None) -> CumulativeGuarantee:
@@ -179,7 +183,7 @@ def compose(
     delta: float | None = None,
     accountant: str | None = None,
     of: Collection[Keys] | None = None,
-    adjacency: str | None = None,
+    relation: Relation | None = None,
 ) -> dict[Keys, Total]:
     """Return what each holder's releases in all runs cost together, composed as if one run had planned them.
 
@@ -191,7 +195,7 @@ def compose(
     Reference: Rogers et al. (2016), https://arxiv.org/abs/1605.08294, on releases that earlier results have chosen.
     """
     found = histories(lines, of)
-    questions = [_Question(keys, each, delta, accountant, adjacency) for keys, each in found.items()]
+    questions = [_Question(keys, each, delta, accountant, relation) for keys, each in found.items()]
     bounds: dict[Hashable, tuple[float, str]] = {}
     for kind in dict.fromkeys(one.kind for one in questions):
         queries, _ = numbered([query for one in questions if one.kind == kind for query in one.queries])
@@ -247,7 +251,7 @@ def _uncovered(run: Sequence[Line]) -> Sequence[Line]:
 
 
 def _cost(line: Line) -> Hashable:
-    return line.counts, line.chosen, line.budget, line.delta, line.adjacency, line.sampling
+    return line.counts, line.chosen, line.budget, line.delta, line.relation.key, line.sampling
 
 
 class _Question:
@@ -259,14 +263,14 @@ class _Question:
         each: Sequence[History],
         delta: float | None,
         accountant: str | None,
-        adjacency: str | None,
+        relation: Relation | None,
     ) -> None:
         self.keys, self.each = keys, each
         self.lines = [line for history in each for run in history for line in run]
         deltas = [line.delta for line in self.lines if line.delta > 0 and not line.chosen]
         self.delta = min(deltas, default=0.0) if delta is None else delta
-        relations = [line.adjacency for line in self.lines]
-        self.adjacency = relation_of_all(relations if adjacency is None else [adjacency, *relations])
+        relations = [line.relation for line in self.lines]
+        self.adjacency, self.unit = relation_of_all(relations if relation is None else [relation, *relations])
         named = {line.accountant for line in self.lines}
         self.accountant = accountant or (named.pop() if len(named) == 1 else "pld")
         self.choices = list(itertools.chain(*(itertools.product(*history) for history in each))) if self._few else []
@@ -302,10 +306,9 @@ class _Question:
         if chosen := len({line.run for line in self.lines if line.chosen}):
             words = f"addition of the budgets of {counted(chosen, 'run')} ({CHOSEN})"
             method = f"{method}, and {words}" if any(line.counts for line in self.lines) else words
-        own = ADJACENCIES_OF_PERSONS if self.adjacency in ADJACENCIES_OF_PERSONS else ADJACENCIES
-        relations = {line.adjacency for line in self.lines}
-        persons = not relations.isdisjoint(ADJACENCIES_OF_PERSONS)
-        mixed = " by another one of the same person" if persons and own is ADJACENCIES else ""
+        others = sorted({line.unit.name for line in self.lines if line.unit.is_group} - {self.unit.name})
+        mixed = f" by another one of the same {' and '.join(others)}" if others else ""
+        rows = [line.unit.rows for line in lines if line.unit.rows is not None and line.unit.group == self.unit.group]
         return Total(
             keys=self.keys,
             lines=lines,
@@ -315,17 +318,18 @@ class _Question:
             method=method,
             accountant=self.accountant,
             adjacency=self.adjacency,
+            unit=replace(self.unit, rows=max(rows, default=None)),
             sampling=weakest([line.sampling for line in self.lines] or ["poisson"]),
-            neighbours=own[self.adjacency] + mixed,
+            neighbours=self.unit.relation(self.adjacency) + mixed,
         )
 
     def _reserved(self, history: History) -> tuple[float, float]:
         """Return the epsilon and the delta of all runs whose releases were chosen: of each run, the largest."""
-        replaces = relation_of(self.adjacency) == "replace_one"
+        replaces = self.adjacency == "replace_one"
         each = []
         for run in history:
             own = [(line.budget, line.delta) if line.chosen else (0.0, 0.0) for line in run]
-            twice = [replaces and relation_of(line.adjacency) == "add_remove" for line in run]
+            twice = [replaces and line.adjacency == "add_remove" for line in run]
             each.append([replaced(*bound) if both else bound for bound, both in zip(own, twice, strict=True)])
         epsilon, delta = (exact_sum(max(one[place] for one in run) for run in each) for place in (0, 1))
         return epsilon, delta
@@ -346,17 +350,17 @@ def replaced(epsilon: float, delta: float) -> tuple[float, float]:
     return (2 * epsilon, larger) if larger < 1 else (math.inf, delta)
 
 
-def relation_of_all(adjacencies: Sequence[str]) -> str:
+def relation_of_all(relations: Sequence[Relation]) -> Relation:
     """Return the relation between neighbouring data sets under which the runs compose.
 
     Different relations compose under replacement: it costs at least as much as adding or removing. A replaced record
-    moves what its person contributes by at most twice the clip norm, so a mixture of records and persons holds for
-    a record that its person replaces.
+    moves what a unit that holds it contributes by at most twice the clip norm, so a mixture of units holds for a record
+    that is replaced within each of them.
     """
-    different = set(adjacencies)
-    if len(different) <= 1:
-        return next(iter(adjacencies), "add_remove")
-    return "replace_one_of_persons" if different <= ADJACENCIES_OF_PERSONS.keys() else "replace_one"
+    units = {unit.name: unit for _, unit in relations}
+    unit = next(iter(units.values())) if len(units) == 1 else RECORD
+    different = {relation.key: relation.adjacency for relation in relations}
+    return Relation("replace_one" if len(different) > 1 else next(iter(different.values()), "add_remove"), unit)
 
 
 def pointwise_maximum(one: Sequence[Event], other: Sequence[Event]) -> list[Event]:
@@ -388,11 +392,11 @@ def _rdp(adjacency: str, orders: tuple[float, ...] = ORDERS) -> Rdp:
 class Limit:
     """Keeps all runs of a holder within (epsilon, delta), though later ones are chosen after results of earlier ones.
 
-    It holds under `adjacency`, whoever colludes: every release counts. One for persons counts releases about records by
-    group privacy, with the most rows of a person that the runs or `rows_per_person` say; without any they are
-    unprotected. The RDP of all runs at one order stays within a budget: the order at which Gaussian noise on full
-    batches may have the least variance. PLD gives a smaller epsilon, but assumes that all runs were planned beforehand.
-    Raises UserError if no order can keep the limit.
+    It holds for `unit` under `adjacency`, whoever colludes: every release counts. One for a unit of several records
+    counts releases about records by group privacy, with the most rows that the runs or the limit's unit say; without
+    any they are unprotected. The RDP of all runs at one order stays within a budget: the order at which Gaussian noise
+    on full batches may have the least variance. PLD gives a smaller epsilon, but assumes that all runs were planned
+    beforehand. Raises UserError if no order can keep the limit.
 
     Reference: Feldman and Zrnic (2021), theorem 4.3.
     """
@@ -400,45 +404,41 @@ class Limit:
     epsilon: float
     delta: float
     adjacency: str = "add_remove"
-    rows_per_person: int | None = None
+    unit: Unit = RECORD
 
     def __post_init__(self) -> None:
-        require_one_of(ADJACENCIES | ADJACENCIES_OF_PERSONS, "adjacency", self.adjacency)
+        require_one_of(ADJACENCIES, "adjacency", self.adjacency)
         require(0 < self.delta < 1, "delta", "be in (0, 1)", self.delta, "It is usually below 1 / records.")
         floor = float(self._floors.min())
         must = f"be above {rounded_up(floor, 4)} at this delta, and finite"
         require(floor < self.epsilon < np.inf, "epsilon", must, self.epsilon)
-        of_persons, rows = self.adjacency in ADJACENCIES_OF_PERSONS, self.rows_per_person
-        must = "be at least 1, and only with a limit for persons"
-        require(rows is None or (of_persons and rows >= 1), "rows_per_person", must, rows)
+        must, rows = f"be at least 1, and only with a limit for {self.unit.group}s", self.unit.rows
+        require(rows is None or (self.unit.is_group and rows >= 1), ROWS_KEY, must, rows)
+
+    @property
+    def relation(self) -> Relation:
+        return Relation(self.adjacency, self.unit)
 
     @property
     def words(self) -> str:
         """What neighbouring data sets are."""
-        return (ADJACENCIES | ADJACENCIES_OF_PERSONS)[self.adjacency]
-
-    def knows_rows(self, line: Line) -> bool:
-        """Return whether a line is about persons, if this limit is, or says how many rows they have."""
-        about_records = self.adjacency in ADJACENCIES_OF_PERSONS and line.adjacency not in ADJACENCIES_OF_PERSONS
-        return not about_records or bool(line.rows_per_person or self.rows_per_person)
+        return self.relation.words
 
     def in_its_unit(self, line: Line) -> Line:
         """Return a line as this limit counts it."""
-        if self.adjacency not in ADJACENCIES_OF_PERSONS or line.adjacency in ADJACENCIES_OF_PERSONS:
+        if not self.unit.is_group or line.unit.name == self.unit.name:
             return line
-        known = [one for one in (line.rows_per_person, self.rows_per_person) if one is not None]
-        rows = max(known, default=None)
+        rows = self.unit.most_of(line.unit)
 
         def grouped(events: Sequence[Event]) -> tuple[Event, ...]:
             if rows is None:
-                return (*events, _ROWS_UNKNOWN) if events else ()
+                return (*events, NonPrivateEvent(self.unit.lacks(line.unit)[0])) if events else ()
             return tuple(of_group(event, rows) for event in events)
 
         planned, instead = (None if one is None else grouped(one) for one in (line.planned, line.filter))
         budget = line.budget if rows == 1 else math.inf
-        of_persons = line.adjacency + OF_PERSONS
-        grouped_line = replace(line, released=grouped(line.released), planned=planned, filter=instead)
-        return replace(grouped_line, budget=budget, adjacency=of_persons)
+        unit = replace(self.unit, rows=rows)
+        return replace(line, released=grouped(line.released), planned=planned, filter=instead, budget=budget, unit=unit)
 
     @property
     def _floors(self) -> np.ndarray:
@@ -459,7 +459,7 @@ class Limit:
 
         Its history is one of `each`, with lines `in_its_unit`.
         """
-        relations = [line.adjacency for history in each for run in history for line in run]
-        relation = relation_of_all([self.adjacency, *relations])
-        rdp = _rdp(relation, (self.order,))
+        relations = [line.relation for history in each for run in history for line in run]
+        adjacency, _ = relation_of_all([self.relation, *relations])
+        rdp = _rdp(adjacency, (self.order,))
         return max(float(worst_curve(history, rdp)[0]) for history in each) / self.budget

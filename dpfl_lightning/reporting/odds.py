@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.accounting.units import RECORD
 from dpfl_lightning.runtime.text import at_least
 
 _USELESS = 10.0  # epsilon of a group above which no bound is shown
@@ -68,7 +69,7 @@ def likelihood_ratio(epsilon: float, digits: int = 2, to_whole: Callable[[float]
 
 
 def of_several(one: Guarantee, digits: int = 2, client: str = "client") -> list[dict[str, str]]:
-    """Return what holds for k records of a person: k epsilon, and delta (e^(k epsilon) - 1) / (e^epsilon - 1)."""
+    """Return what holds for k records of one unit: k epsilon, and delta (e^(k epsilon) - 1) / (e^epsilon - 1)."""
     rows = []
     for count in (2, 4):
         epsilon, useful = count * one.epsilon, count * one.epsilon < _USELESS
@@ -77,7 +78,7 @@ def of_several(one: Guarantee, digits: int = 2, client: str = "client") -> list[
         odds = Odds.of(epsilon, delta, digits) if useful else Odds("no useful bound", "", "")
         rows.append(
             {
-                "a person with": f"{count} records of one {client}",
+                f"{RECORD.one_group} with": f"{count} records of one {client}",
                 "times as likely, at most": odds.factor,
                 "exception": odds.exception,
                 "right guesses, at most": odds.guesses,

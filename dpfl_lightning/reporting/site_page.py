@@ -135,7 +135,7 @@ class SitePlan:
 
     @property
     def withdrawal(self) -> Sequence[tuple[str, str, str, str]]:
-        """Return what the withdrawal of one person means before, during and after a run."""
+        """Return what the withdrawal of one unit means before, during and after a run."""
         return (
             ("before acceptance", "a plan with the new number is needed", "the plan stays as it is", "nothing"),
             (

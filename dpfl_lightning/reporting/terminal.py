@@ -24,6 +24,7 @@ from dpfl_lightning.federated.server.scores import (
     summarised,
 )
 from dpfl_lightning.federated.server.traffic import BYTES
+from dpfl_lightning.privacy.accounting.units import RECORD
 from dpfl_lightning.reporting.curves import score_curves
 from dpfl_lightning.reporting.products import products_in
 from dpfl_lightning.runtime.files import SUFFIX
@@ -31,7 +32,6 @@ from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.runtime.text import at_most, counted, data_size, duration
 
 _MOST_ROWS = 30  # more clients than this are summarised by smallest, median and largest
-_PLANNED = ("records", "persons", "delta")  # columns of clients that the plan has shown
 _NAMED = {"unit": "per ", "delta": "delta ", "noise": "noise "}  # what stands before an assumption
 Columns = dict[str, Column]
 
@@ -100,7 +100,7 @@ def epsilon_words(run: Run, last: Round) -> str:
     """Return the largest epsilon that was spent so far."""
     largest = last.values.get("train_epsilon_max")
     words = "no bound on epsilon" if largest is None else f"max epsilon {at_most(largest)}"
-    return words + f" per {run.info.unit}" * (run.info.unit != "record") + " (simulated)" * run.info.simulated
+    return words + f" per {run.info.unit}" * (run.info.unit != RECORD.name) + " (simulated)" * run.info.simulated
 
 
 def speed_words(run: Run, last: Round) -> str:
@@ -143,7 +143,8 @@ def _num_clients(run: Run) -> int:
 def end_columns(run: Run) -> Columns:
     """Return the table of what each client of a finished run has spent, and of its scores."""
     assert run.result is not None, "the run has finished"
-    return {name: column for name, column in client_columns([vars(run.result)]).items() if name not in _PLANNED}
+    shown = (f"{run.info.unit}s", "delta")  # before the first round
+    return {name: column for name, column in client_columns([vars(run.result)]).items() if name not in shown}
 
 
 def verdict_words(run: Run) -> str:

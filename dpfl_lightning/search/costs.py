@@ -13,6 +13,7 @@ from dpfl_lightning.privacy.accounting.events import Caveat, Event, NonPrivateEv
 from dpfl_lightning.privacy.accounting.filters import counted_events, whole_budgets
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.accounting.planned import numbered, once_each
+from dpfl_lightning.privacy.accounting.units import unit_of
 from dpfl_lightning.privacy.compose import Keys, Line, compose
 from dpfl_lightning.runtime.text import at_most, columns, counted
 
@@ -45,7 +46,7 @@ def planned_cost(loop: FederatedLoop) -> Cost:
             sampling=loop.clients.sampling,
             accountant=accountant.name,
             budget=schedule.target_epsilon,
-            rows_per_person=loop.clients.most_records,
+            unit=loop.clients.unit,
         )
         for client, schedule in enumerate(clients)
     ]
@@ -75,9 +76,9 @@ def chosen_if(chosen: bool, cost: Cost) -> Cost:
 def stored(cost: Cost) -> dict[str, Any]:
     """Return a cost as JSON, in which equal clients share their events."""
     different, places = numbered([line.released for line in cost])
-    of_run = ("adjacency", "sampling", "accountant", "chosen", "rows_per_person")
     return {
-        **{name: getattr(cost[0], name) for name in of_run},
+        **{name: getattr(cost[0], name) for name in ("adjacency", "sampling", "accountant", "chosen")},
+        **cost[0].unit.options(),
         "names": [min(line.keys, default=None) for line in cost],
         "budget": [finite_or_none(line.budget) for line in cost],
         "delta": [line.delta for line in cost],
@@ -88,8 +89,8 @@ def stored(cost: Cost) -> dict[str, Any]:
 
 def cost_of(content: Mapping[str, Any]) -> Cost:
     """Return the cost that `stored` describes."""
-    columns = ("names", "budget", "delta", "events", "events_of")
-    of_run = {name: value for name, value in content.items() if name not in columns}
+    of_run: dict[str, Any] = {name: content[name] for name in ("adjacency", "sampling", "accountant", "chosen")}
+    of_run["unit"] = unit_of(content)
     kinds = [tuple(map(event_of, events)) for events in content["events"]]
     rows = zip(*(content[name] for name in ("names", "budget", "delta", "events_of")), strict=True)
     return [
@@ -137,7 +138,7 @@ def summary(costs: Sequence[Cost]) -> dict[str, Any] | None:
 
 
 def headline(cost: Mapping[str, Any]) -> str:
-    """State what all private trials cost a record or person together, for the first line of a report."""
+    """State what all private trials together cost a record, or another unit, for the first line of a report."""
     numbers = list(map(_bound, cost["epsilon"]))
     how = "composed" if cost["composed"] else "budgets are added"
     largest = cost["names"][numbers.index(max(numbers))]

@@ -12,6 +12,7 @@ from dpfl_lightning.config.options import OWN_DATA, Options
 from dpfl_lightning.config.registry import call
 from dpfl_lightning.config.yaml_text import inline
 from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.privacy.accounting.units import ID_KEY
 
 _SIMPLE = (bool, int, float, str, type(None))
 
@@ -199,7 +200,7 @@ def _shared(places: set[Path], others: set[Path]) -> list[str]:
 
 
 #: arguments that name columns, which may be called like a folder
-_OF_COLUMNS = frozenset({"label", "client", "person", "features", "drop", "columns", "classes"})
+_OF_COLUMNS = frozenset({"label", "client", ID_KEY, "features", "drop", "columns", "classes"})
 
 
 # ---- one key

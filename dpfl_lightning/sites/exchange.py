@@ -10,6 +10,7 @@ from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.federated.messages.requests import Ask, Evaluate, Train
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
+from dpfl_lightning.privacy.accounting.units import RECORD, Unit
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm
 from dpfl_lightning.privacy.ledger.file import Head
 from dpfl_lightning.sites.receipt import Receipt
@@ -38,13 +39,13 @@ class Site:
     """Public facts about a site and its records, which `site.json` holds.
 
     Args:
-        num_records: of training, or its number of persons if `unit` is person.
+        num_records: of training, or its number of units, if another `unit` is protected.
         inputs, labels: no records `[0, ...]`, which have the shape and the type of those of the site.
         features: names and public constants of the inputs from a table; else None.
         form: what a `training_step` gets as a batch.
         public_key: of the Ed25519 key with which its node signs, 64 hexadecimal digits.
         schema: what sites must agree on, see `Population.schema`.
-        unit, rows_per_person: what its node protects; see `PrivacyOptions`.
+        unit: what its node protects.
     """
 
     name: str
@@ -56,8 +57,7 @@ class Site:
     public_key: str
     form: BatchForm = PAIR
     schema: Mapping[str, Any] = field(default_factory=dict)
-    unit: str = "record"
-    rows_per_person: int | None = None
+    unit: Unit = RECORD
 
 
 @dataclass(frozen=True)

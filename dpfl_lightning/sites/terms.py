@@ -20,7 +20,7 @@ from dpfl_lightning.errors import UserError, require, shortened
 from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans
-from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS
+from dpfl_lightning.privacy.accounting.units import ID_KEY, RECORD, unit_of
 from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.text import at_most, counted
@@ -35,7 +35,7 @@ _MOST_WORDS = 1000  # characters of a caveat
 _MOST_PARTS = 50  # options of a model that are shown
 _MOST_SCHEMA = 1 << 16  # characters
 #: options of the section privacy that say how releases are made, and what they protect
-_OF_RELEASES = ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds", "unit", "rows_per_person")
+_OF_RELEASES = ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds", *RECORD.options())
 
 
 def check_version(terms: Terms) -> None:
@@ -125,10 +125,7 @@ def _check_site(key: str, site: Site) -> None:
 
 def difference(site: Site, known: Site) -> str:
     """Return in words how the records of a site differ from the known ones; empty if they do not."""
-    keys = "unit", "rows_per_person"
-    ours, theirs = (
-        {**one.schema, **(one.features or {}), **{key: getattr(one, key) for key in keys}} for one in (site, known)
-    )
+    ours, theirs = ({**one.schema, **(one.features or {}), **one.unit.options()} for one in (site, known))
     columns, expected = (facts.get("columns", facts.get("names", [])) for facts in (ours, theirs))
     more, fewer = ([one for one in a if one not in b] for a, b in ((columns, expected), (expected, columns)))
     if more or fewer:
@@ -163,9 +160,8 @@ def _what_differs(one: Any, other: Any) -> tuple[Any, Any]:
 
 
 def several_records(site: Site) -> tuple[str, ...]:
-    """Return the caveat of an epsilon of records whose persons may have several, as in a simulation."""
-    silent = site.schema.get("person") and site.unit == "record" and site.rows_per_person is None
-    return (SEVERAL_RECORDS,) if silent else ()
+    """Return the caveat of an epsilon of records of which one id may have several, as in a simulation."""
+    return site.unit.caveats(bool(site.schema.get(ID_KEY)))
 
 
 def client_of(terms: Terms, name: str) -> int:
@@ -187,10 +183,10 @@ def cost_of(terms: Terms, client: int) -> ClientPlan:
         require(line.event.private or line.count <= 0, "PLAN", "plan noisy releases only", line.event)
         require(line.count >= 0 and line.event.total >= 1, "PLAN", "plan releases of at least one step", line)
     privacy = PrivacyOptions(**privacy_of(terms))
-    accountant = get_accountant(terms.plan.accountant, privacy.relation)
+    accountant = get_accountant(terms.plan.accountant, privacy.adjacency)
     size, words = [(settings.num_records, settings.batch_size)], SAMPLERS["poisson"].words
-    caveats, most = several_records(terms.sites[client]), privacy.rows_per_person
-    (planned,) = client_plans([schedule], accountant, size, words, caveats, most_records=most)
+    caveats = several_records(terms.sites[client])
+    (planned,) = client_plans([schedule], accountant, size, words, caveats, unit=unit_of(privacy))
     epsilon, budget = planned.guarantee.epsilon, min(schedule.target_epsilon, settings.epsilon)
     require(math.isfinite(epsilon), "PLAN", "be a finite cost of noisy releases", epsilon, "Some release has no noise.")
     within = epsilon <= budget * (1 + 1e-6) + 2e-6 and schedule.delta <= settings.delta

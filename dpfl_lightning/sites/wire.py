@@ -28,6 +28,7 @@ from dpfl_lightning.models.tasks import Measure
 from dpfl_lightning.privacy import mechanism
 from dpfl_lightning.privacy.accounting import events, planned
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.accounting.units import UNITS
 from dpfl_lightning.privacy.clipping.inputs import BatchForm
 from dpfl_lightning.privacy.ledger.file import Head
 from dpfl_lightning.runtime.digests import memory_of
@@ -36,7 +37,7 @@ from dpfl_lightning.sites import exchange, receipt
 
 T = TypeVar("T")
 
-VERSION = 3
+VERSION = 4
 PREFIX = struct.Struct("<4sIQQ")  # magic, version, bytes of the header, bytes of the numbers
 _MAGIC = b"DPFL"
 _MOST_DIMENSIONS = 16
@@ -77,7 +78,7 @@ register(update.ClientUpdates, evaluation.ClientModels, evaluation.Score, evalua
 register(query.ChargedQuery, query.NoMechanism, query.SelectModel, query.LowestLoss, query.MeanLoss)
 register(query.FeatureSums, query.ScoreCounts)
 register(*mechanism.MECHANISMS, mechanism.ExponentialMechanism, *events.RELEASES)
-register(planned.Planned, planned.ClientSchedule)
+register(planned.Planned, planned.ClientSchedule, *UNITS.values())
 register(*optimizers.OPTIMIZERS.values(), *learning_rates.SCHEDULES.values())
 register(requests.Train, requests.Ask, requests.Evaluate, exchange.ToNode, exchange.Hello)
 register(BatchForm, Measure, exchange.Site, exchange.Terms, exchange.Paid, exchange.Welcome)

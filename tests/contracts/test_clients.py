@@ -193,7 +193,7 @@ def test_every_rank_has_the_chosen_rows_of_persons(make_loop):
     other = RankChannel(ENGINES["serial"](), SimpleNamespace(rank=1, size=2, cores=1))
     other.take(loop.module, loop.population)
     net = loop.module.net.state_dict()
-    other._set_up((), Streams(), "poisson", net, 1, (chosen.units, chosen.held_out_units))
+    other._set_up((), Streams(), "poisson", net, 1, (chosen.blocks_of, chosen.held_out_blocks_of))
     for client in range(4):
         records = other.engine.clients.client(client).records
         everyone = torch.arange(len(records))

@@ -60,11 +60,11 @@ def test_whose_rows_repeat_must_be_stated(options):
     with pytest.raises(UserError, match=f"`df: person` must name .*{re.escape(words)}"):
         Population.from_dataframe(table, **GIVEN, **options)
     named = {key: value for key, value in options.items() if key != "drop"}
-    assert Population.from_dataframe(table, **GIVEN, **named, person="Patienten-Nr.").num_persons is not None
+    assert Population.from_dataframe(table, **GIVEN, **named, person="Patienten-Nr.").num_ids is not None
     kept = options or {"drop": ["Patienten-Nr."]}
-    assert Population.from_dataframe(table, **GIVEN, **kept, person="none").persons is None
+    assert Population.from_dataframe(table, **GIVEN, **kept, person="none").unit_ids is None
     once = table.drop_duplicates("Patienten-Nr.")
-    assert Population.from_dataframe(once, **GIVEN, **kept).persons is None  # each row is another person already
+    assert Population.from_dataframe(once, **GIVEN, **kept).unit_ids is None  # each row is another person already
 
 
 @pytest.mark.parametrize("column", ["Patienten-Nr.", "id_paziente", "KVNR"])

@@ -52,7 +52,7 @@ def test_a_model_that_remembers_is_scored_on_persons_whom_it_has_never_seen():
 
 
 def ids(population: Population, rows: torch.Tensor) -> set[int]:
-    return set(population.persons[rows].tolist())
+    return set(population.unit_ids[rows].tolist())
 
 
 def check_kept_together(population: Population, num_persons: tuple[int, ...]) -> None:
@@ -62,7 +62,7 @@ def check_kept_together(population: Population, num_persons: tuple[int, ...]) ->
     assert tuple(map(len, of)) == num_persons
     for train, held_out in zip(population.train_of, population.held_out_of, strict=True):
         assert not ids(population, train) & ids(population, held_out) and len(held_out)
-    assert population.num_persons == tuple(len(ids(population, rows)) for rows in population.train_of)
+    assert population.num_ids == tuple(len(ids(population, rows)) for rows in population.train_of)
 
 
 def test_a_column_of_persons_is_no_input_and_no_id_is_kept():
@@ -70,7 +70,7 @@ def test_a_column_of_persons_is_no_input_and_no_id_is_kept():
     population = Population.from_dataframe(table, person="patient_id", **CHOICES)
     check_kept_together(population, (PATIENTS // 2, PATIENTS // 2))
     assert population.feature_names == ("age", "crp", "los", "sbp") and population.schema["person"] == "patient_id"
-    assert population.persons.dtype == torch.long and (population.persons >= 0).all()
+    assert population.unit_ids.dtype == torch.long and (population.unit_ids >= 0).all()
     as_text = table.assign(patient_id=" " + table.patient_id.astype(str)).sample(frac=1, random_state=0)
     again = Population.from_dataframe(as_text, person="patient_id", **CHOICES)
     for one, other in zip(population.train_of, again.train_of, strict=True):
@@ -184,7 +184,7 @@ def test_a_test_table_without_persons_is_said_to_be_unchecked():
         Population.from_dataframe(visits(), person="patient_id", test=test, **CHOICES)
     other = visits(1).assign(patient_id="Q" + visits().patient_id)
     population = Population.from_dataframe(visits(), person="patient_id", test=other, **CHOICES)
-    assert (population.persons[population.test] == -1).all(), "no client's persons"
+    assert (population.unit_ids[population.test] == -1).all(), "no client's persons"
 
 
 @pytest.mark.parametrize("partition", [("iid", {}), ("dirichlet", {"alpha": 0.5})])
@@ -195,12 +195,12 @@ def test_records_of_a_public_data_set_are_grouped_into_persons(partition, held_o
     population = Population.partitioned(digits, records_per_person=4, **options)
     population.checked()
     for train, held in zip(population.train_of, population.held_out_of, strict=True):
-        counts = population.persons[train].unique(return_counts=True)[1]
+        counts = population.unit_ids[train].unique(return_counts=True)[1]
         assert counts.max() == 4 and (counts < 4).sum() <= 1
         assert not held_out or not ids(population, train) & ids(population, held)
     turned = Population.partitioned(digits, records_per_person=4, groups=("rotation", {"count": 3}), **options)
     for one, other in zip(population.train_of, turned.train_of, strict=True):
-        assert torch.equal(population.persons[one], turned.persons[other])
+        assert torch.equal(population.unit_ids[one], turned.unit_ids[other])
     with pytest.raises(UserError, match=r"`data.records_per_person` must be null"):
         Population.partitioned(
             digits, num_clients=2, partition=("overlapping", {"records_per_client": 9}), records_per_person=4
@@ -210,8 +210,8 @@ def test_records_of_a_public_data_set_are_grouped_into_persons(partition, held_o
 def test_a_person_on_both_sides_of_a_split_is_refused():
     rows = [torch.tensor([0, 1])], [torch.tensor([2])]
     for persons, words in ((torch.tensor([1, 1, 1]), "on one side"), (torch.tensor([1, 2]), "one code for each")):
-        with pytest.raises(UserError, match=f"`Population.persons` must .*{words}"):
-            Population(torch.zeros(3, 1), torch.zeros(3).long(), *rows, None, 2, persons=persons).checked()
+        with pytest.raises(UserError, match=f"`Population.unit_ids` must .*{words}"):
+            Population(torch.zeros(3, 1), torch.zeros(3).long(), *rows, None, 2, unit_ids=persons).checked()
 
 
 def test_ids_in_files_are_read_as_they_are_written(tmp_path):
@@ -226,7 +226,7 @@ def test_ids_in_files_are_read_as_they_are_written(tmp_path):
         "columns": {"when": {"since": "2000-01-01"}},
     }
     options["read"] = {"date_format": "%Y"}
-    assert Population.from_dataframe(train, **options).num_persons == (4,)
+    assert Population.from_dataframe(train, **options).num_ids == (4,)
     with pytest.raises(UserError, match=r"`test` must have other persons than the training records, got '2 of both'"):
         Population.from_dataframe(train, test=test, **options)
 

@@ -25,7 +25,7 @@ from sites import federation, hello, planned, state_of
 from dpfl_lightning.commands.ledger import main as ledger_command
 from dpfl_lightning.commands.node import main
 from dpfl_lightning.config.mapping import from_mapping
-from dpfl_lightning.data.persons import codes
+from dpfl_lightning.data.unit_ids import codes
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.identity import data_digests
@@ -35,7 +35,7 @@ from dpfl_lightning.reporting.odds import Odds
 from dpfl_lightning.reporting.site_page import TOTALS
 from dpfl_lightning.runtime.spoken import words_of as spoken
 from dpfl_lightning.sites import wire
-from dpfl_lightning.sites.exchange import Released
+from dpfl_lightning.sites.exchange import Released, Terms
 from dpfl_lightning.sites.node.accept import accept, offer_of, open_study, site_of
 from dpfl_lightning.sites.node.records import settings_of, site_population
 from dpfl_lightning.sites.node.scores import read_scores
@@ -240,11 +240,13 @@ def test_what_the_server_writes_is_escaped_and_a_literal(tmp_path):
 
 def test_facts_that_only_the_server_states_are_not_said_in_the_words_of_the_program(tmp_path):
     terms, state = planned(tmp_path), state_of(tmp_path, 0, key=None)
-    lies = {"schema": {"columns": ["all of it is safe"], "label": ["all of it is safe"]}, "unit": "harmless"}
+    lies = {"schema": {"columns": ["all of it is safe"], "label": ["all of it is safe"]}}
     liars = tuple(dataclasses.replace(one, **lies) for one in terms.sites)
     page = words_of(shown(state, dataclasses.replace(terms, sites=liars), tmp_path))
-    assert "harmless" not in page.replace("'unit harmless instead of record'", "") and "does not fit" in page
+    assert "does not fit" in page
     assert "none by name: records are numbers of shape" in page and page.count("all of it is safe") <= 1
+    with pytest.raises(wire.WireError):
+        wire.from_text(Terms, wire.to_text(terms).replace('"kind": "Record"', '"kind": "Harmless"').encode())
     other = dataclasses.replace(terms, version="0.0 and safe")
     assert "dpfl_lightning 0.0" not in words_of(shown(state, other, tmp_path))
 

@@ -22,6 +22,7 @@ from dpfl_lightning.federated.messages.requests import Ask
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
+from dpfl_lightning.privacy.accounting.units import Record
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 from dpfl_lightning.runtime.spoken import WORDS, digits_of, words_of
 from dpfl_lightning.sites import wire
@@ -169,7 +170,7 @@ def test_gradients_of_classes_are_refused_where_persons_are_protected(tmp_path):
 def test_a_plan_of_records_says_at_sites_what_holds_for_persons(most, says, tmp_path, monkeypatch):
     privacy, data = {"rows_per_person": most}, {"name": "digits", "records_per_person": 4}
     monkeypatch.setattr(sites, "OF_PERSONS", {"data": data, "privacy": privacy})
-    person = dataclasses.replace(site(0, 1, persons=True), schema={"person": "patient"}, rows_per_person=most)
+    person = dataclasses.replace(site(0, 1, persons=True), schema={"person": "patient"}, unit=Record(most))
     options = configured(tmp_path, data=data, privacy={"epsilon": 2, **privacy}, clients={"count": 1})
     terms = terms_of(planning_loop(options, [person]), [person])
     assert says in str(cost_of(terms, 0).guarantee)
@@ -213,7 +214,7 @@ def test_releases_of_another_format_are_not_served(state, terms, said):
     (file,) = kept_releases(state.plan_folder(digest(terms)))
     content = file.read_bytes()
     file.write_bytes(content[:4] + bytes([wire.VERSION + 1]) + content[5:])
-    assert "not ready: the message is of format 4, not of 3" in said("serve", code=2)
+    assert "not ready: the message is of format 5, not of 4" in said("serve", code=2)
 
 
 def test_requests_are_as_large_as_the_accepted_plans_need(state, terms, tmp_path):

@@ -13,7 +13,6 @@ from dpfl_lightning.commands.ledger import main as ledger
 from dpfl_lightning.commands.plan import main as plan
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.config.registry import names_of
-from dpfl_lightning.data.persons import chosen_rows
 from dpfl_lightning.data.records import Records
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
@@ -23,7 +22,7 @@ from dpfl_lightning.federated.server.run import read_result
 from dpfl_lightning.papers.baselines.ifca import Ifca
 from dpfl_lightning.papers.distillation.distillation import Distillation
 from dpfl_lightning.papers.distillation.feature_means import FeatureMeans
-from dpfl_lightning.privacy.accounting.guarantee import OTHER_CLIENTS
+from dpfl_lightning.privacy.accounting.units import Person
 from dpfl_lightning.privacy.clipping.inputs import Block
 from dpfl_lightning.reporting.description import markdown
 from dpfl_lightning.reporting.progress import Progress
@@ -93,7 +92,7 @@ def test_every_engine_trains_on_persons_as_the_reference(make_loop, engine, batc
 
 def test_an_epsilon_of_persons_says_so_everywhere(make_loop, capsys):
     loop = run_of(make_loop, parts=[Progress()])
-    assert loop.config.facts.num_records == loop.population.num_persons
+    assert loop.config.facts.num_records == loop.population.num_ids
     loop.run()
     shown = capsys.readouterr().out
     assert "persons  batch" in shown and "records  batch" not in shown and "max epsilon" in shown
@@ -107,7 +106,7 @@ def test_an_epsilon_of_persons_says_so_everywhere(make_loop, capsys):
     assert run["tags"]["sampling"] == "Poisson sampling of persons, at most 4 rows of each"
     assert '"num_persons": ' in run["datasets"]["training"]["profile"]
     about = markdown([], result=read_result(folder))
-    assert " per person**, the largest of 4 clients" in about and OTHER_CLIENTS in about
+    assert " per person**, the largest of 4 clients" in about and Person().not_covered[0] in about
     assert json.loads((folder / "ledger.jsonl").open().readline())["adjacency"] == "add_remove_of_persons"
     assert ledger([str(folder)]) == 0
     assert words in capsys.readouterr().out
@@ -137,7 +136,7 @@ def test_a_person_counts_once_in_released_scores(make_loop):
         x, y = population.held_out(client)
         loop.model.load(loop.state.models[0])
         right = loop.model.net(x.rows).argmax(dim=1).view(y.shape) == y
-        assert len(y) == len(population.persons[population.held_out_of[client]].unique())
+        assert len(y) == len(population.unit_ids[population.held_out_of[client]].unique())
         assert released == pytest.approx(float((right * x.weights).sum(dim=1).mean()), abs=0.02)
     assert len({*result.metrics["released_accuracy"]}) > 1
     nobody = dataclasses.replace(people(), held_out_of=[torch.empty(0, dtype=torch.long)] * 4)
@@ -146,23 +145,23 @@ def test_a_person_counts_once_in_released_scores(make_loop):
 
 
 def test_rows_of_a_person_follow_from_this_person_and_the_secret():
-    one, more = (population.counting("person", 4).chosen(b"secret") for population in (people(), people(extra=9)))
-    known = {int(one.persons[rows[0]]): one.x[rows[rows >= 0]] for units in one.units for rows in units}
-    others = {int(more.persons[rows[0]]): more.x[rows[rows >= 0]] for units in more.units for rows in units}
+    one, more = (population.counting(Person(4)).chosen(b"secret") for population in (people(), people(extra=9)))
+    known = {int(one.unit_ids[rows[0]]): one.x[rows[rows >= 0]] for blocks in one.blocks_of for rows in blocks}
+    others = {int(more.unit_ids[rows[0]]): more.x[rows[rows >= 0]] for blocks in more.blocks_of for rows in blocks}
     assert known.keys() <= others.keys() and len(others) <= len(known) + 1
     assert all(torch.equal(rows, others[code]) for code, rows in known.items())
-    rows, codes = torch.arange(50), torch.zeros(50, dtype=torch.long)
-    chosen = [chosen_rows(rows, codes, 4, key)[0].tolist() for key in (b"a", b"b", b"c")]
+    rows, ids = np.arange(50), np.zeros(50, dtype=np.int64)
+    chosen = [Person(4).blocks(rows, ids, key)[0].tolist() for key in (b"a", b"b", b"c")]
     assert len({*map(tuple, chosen)}) == 3 and all(len({*one}) == 4 for one in chosen)
 
 
 def test_a_batch_holds_blocks_of_persons():
-    population = people().counting("person", 4).chosen(b"secret")
+    population = people().counting(Person(4)).chosen(b"secret")
     (x, y), *_ = DrawnBatches(Records(population, 0), [np.arange(population.num_records[0])])
     sizes = sorted((x.weights > 0).sum(1).tolist())
     assert x.x.shape[:2] == y.shape == (population.num_records[0], 4)
     torch.testing.assert_close(x.weights.sum(1), torch.ones(len(y)))
-    _, counts = population.persons[population.train_of[0]].unique(return_counts=True)
+    _, counts = population.unit_ids[population.train_of[0]].unique(return_counts=True)
     assert sizes == sorted(counts.clamp(max=4).tolist())
 
 
@@ -178,7 +177,7 @@ def test_a_resumed_run_uses_the_same_rows(make_loop, tmp_path):
         part.run()
     again = run_of(make_loop, output_dir=tmp_path / "part")
     result = again.run(resume=True)
-    assert all(map(torch.equal, again.clients.population.units, part.clients.population.units))
+    assert all(map(torch.equal, again.clients.population.blocks_of, part.clients.population.blocks_of))
     torch.testing.assert_close(result.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
 
 
@@ -194,7 +193,7 @@ def test_queries_for_losses_ask_persons(make_loop, monkeypatch):
     monkeypatch.setattr(answers, "answer", watched)
     loop = run_of(make_loop, parts=[Ifca(num_clusters=2)], new_net=lambda seed: module().net)
     loop.run()
-    assert {*asked} == {*loop.population.num_persons}
+    assert {*asked} == {*loop.population.num_ids}
 
 
 def test_the_plan_of_a_configuration_counts_persons(capsys):

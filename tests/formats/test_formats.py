@@ -93,15 +93,15 @@ FORMATS: dict[str, tuple[Callable, int, Callable[[Path, int], None]]] = {
     "run/run.json": (lambda path: read_about(path.parent), 1, with_number),
     "run/result.json": (lambda path: read_result(path.parent), 1, with_number),
     "set/distilled.json": (lambda path: DistilledSet.load(path.parent), 1, with_number),
-    "sites/site.json": (read_site, 3, text_with),
-    "sites/plan.json": (read_terms, 3, text_with),
-    "sites/released.bin": (message(Released), 3, bytes_with),
-    "sites/kept.bin": (message(Kept), 3, bytes_with),
+    "sites/site.json": (read_site, 4, text_with),
+    "sites/plan.json": (read_terms, 4, text_with),
+    "sites/released.bin": (message(Released), 4, bytes_with),
+    "sites/kept.bin": (message(Kept), 4, bytes_with),
     "run/guarantees.json": (lambda path: read_guarantees(path.parent), 1, with_number),
     "run/receipts.json": (lambda path: read_receipts(path.parent), 1, with_number),
     "node/node.json": (lambda path: StateFolder(path.parent).settings(), 1, with_number),
     "node/plans/0/reserved.json": (lambda path: StateFolder(path.parents[2]).plans(), 1, with_number),
-    "node/plans/0/scores.json": (lambda path: read_scores(path.parent), 3, text_with),
+    "node/plans/0/scores.json": (lambda path: read_scores(path.parent), 4, text_with),
 }
 
 
@@ -114,7 +114,7 @@ def test_the_sample_is_read_and_another_number_is_refused(name, tmp_path):
     assert read(path)
     renumber(path, number + 1)
     refused = wire.WireError if path.suffix == ".bin" else UserError
-    with pytest.raises(refused, match=f"format {number}, got {number + 1}|of format 4, not of 3"):
+    with pytest.raises(refused, match=f"format {number}, got {number + 1}|of format 5, not of 4"):
         read(path)
 
 

@@ -26,7 +26,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
-from dpfl_lightning.privacy.accounting.group_privacy import of_group
+from dpfl_lightning.privacy.accounting.units import RECORD, Person, Record, Relation, of_group
 from dpfl_lightning.privacy.compose import ANYBODY, Keys, Limit, Line, compose, relation_of_all
 from dpfl_lightning.privacy.ledger.account import NAMELESS
 from dpfl_lightning.privacy.ledger.account_file import RunRecord
@@ -822,33 +822,33 @@ def test_a_limit_for_persons_counts_rows_by_group_privacy(account):
     account.limit("bergen", Limit(1.5 * one, DELTA))
     (bergen,) = account.holders()
     assert bergen.together.used < 1 and bergen.together.epsilon == TIGHT.epsilon([EVENT], DELTA)
-    account.limit("bergen", Limit(1.5 * four, DELTA, "add_remove_of_persons"))
+    account.limit("bergen", Limit(1.5 * four, DELTA, unit=Person()))
     (bergen,) = account.holders()
-    assert bergen.together.epsilon == get_accountant("pld", "add_remove_of_persons").epsilon([own], DELTA)
+    assert bergen.together.epsilon == get_accountant("pld").epsilon([own], DELTA)
     assert bergen.together.adjacency == bergen.together.limit_adjacency == "add or remove one person of one client"
     of_persons = entry("b" * 32, ("bergen",), ((EVENT, 1),), adjacency="add_remove_of_persons")
     account.enter(of_persons)
     pay(account, [(0, EVENT)])
     (bergen,) = account.holders()
-    both = get_accountant("pld", "add_remove_of_persons").epsilon([own, EVENT], DELTA)
+    both = get_accountant("pld").epsilon([own, EVENT], DELTA)
     assert bergen.together.epsilon == both and one < both
     with pytest.raises(UserError, match=r"add or remove one person of one client\), got '1[0-9]{2}\.[0-9]% of it"):
         account.enter(entry("c" * 32, ("bergen",), ((EVENT, 1),), rows=4))
 
 
 def test_a_limit_for_persons_refuses_records_of_unknown_persons(account):
-    limit = Limit(500.0, DELTA, "add_remove_of_persons")
+    limit = Limit(500.0, DELTA, unit=Person())
     account.limit("bergen", limit)
     account.enter(entry("a" * 32, ("bergen",), ((EVENT, 1),), rows=1))
     silent = entry("b" * 32, ("bergen",), ((EVENT, 1),))
     for request in (account.projected_cost, account.enter):
         with pytest.raises(UserError, match=r"nobody says how many rows they have'. Set privacy.unit to person, or"):
             request(silent)
-    account.limit("bergen", dataclasses.replace(limit, rows_per_person=4))
+    account.limit("bergen", dataclasses.replace(limit, unit=Person(4)))
     account.enter(silent)
     pay(account, [(0, EVENT)])
     own = of_group(EVENT, 4)
-    assert account.together()[0].epsilon == get_accountant("pld", "add_remove_of_persons").epsilon([own], DELTA)
+    assert account.together()[0].epsilon == get_accountant("pld").epsilon([own], DELTA)
     account.limit("bergen", limit)
     assert math.isinf(account.together()[0].epsilon) and account.together()[0].used == math.inf
 
@@ -856,7 +856,7 @@ def test_a_limit_for_persons_refuses_records_of_unknown_persons(account):
 @pytest.mark.parametrize(("rows", "counted"), [(None, 3), (2, 3)])
 def test_rows_of_persons_are_counted_in_the_records(runs, rows, counted):
     """A table that names persons says itself how many rows they have, whatever the operator says."""
-    population = dataclasses.replace(hospitals("bergen"), persons=torch.arange(len(blobs().y)) // 3)
+    population = dataclasses.replace(hospitals("bergen"), unit_ids=torch.arange(len(blobs().y)) // 3)
     population.train_of[0] = torch.arange(0, 60)
     population.held_out_of[0] = torch.arange(60, 75)
     options = {"rows_per_person": rows}
@@ -869,13 +869,13 @@ def test_rows_of_persons_are_counted_in_the_records(runs, rows, counted):
 
 def test_a_limit_for_persons_takes_the_most_rows_that_anything_says(account):
     """Neither a run that states fewer, nor a table without its column of persons, makes a person smaller."""
-    account.limit("bergen", Limit(500.0, DELTA, "add_remove_of_persons", rows_per_person=3))
+    account.limit("bergen", Limit(500.0, DELTA, unit=Person(3)))
     account.enter(entry("a" * 32, ("bergen",), rows=4))
     pay(account, [(0, EVENT)])
     account.enter(entry("b" * 32, ("bergen",), rows=1))
     pay(account, [(0, EVENT)])
     four, three = [of_group(EVENT, 4)], [of_group(EVENT, 3)]
-    of_persons = get_accountant("pld", "add_remove_of_persons")
+    of_persons = get_accountant("pld")
     assert account.together()[0].epsilon == of_persons.epsilon(four * 2, DELTA)
     account.enter(entry("c" * 32, ("bergen",)))
     pay(account, [(0, EVENT)])
@@ -895,7 +895,7 @@ def test_a_limit_under_replacement_counts_all_runs_so(account):
 
 
 def test_limits_that_cannot_be_are_refused(account, capsys):
-    for wrong in (("add", None), ("add_remove", 4), ("add_remove_of_persons", 0)):
+    for wrong in (("add", RECORD), ("add_remove", Record(4)), ("add_remove", Person(0))):
         with pytest.raises(UserError, match="must be"):
             Limit(2.0, 1e-5, *wrong)
     file = ["--file", str(account.path)]
@@ -903,7 +903,7 @@ def test_limits_that_cannot_be_are_refused(account, capsys):
     words = ["limit", "lund", "8", "1e-5", "--unit", "person", "--rows_per_person", "4"]
     assert main([*words, *file]) == 0 and "8, add or remove one person of one client" in capsys.readouterr().out
     account.holders()
-    assert account._limits == {"lund": Limit(8.0, 1e-5, "add_remove_of_persons", 4)}
+    assert account._limits == {"lund": Limit(8.0, 1e-5, "add_remove", Person(4))}
 
 
 def test_filter_has_the_order_of_gaussian_noise_and_refuses_what_it_cannot_keep():
@@ -927,13 +927,14 @@ def test_filter_has_the_order_of_gaussian_noise_and_refuses_what_it_cannot_keep(
     ],
 )
 def test_runs_of_several_adjacencies_compose_under_replacement(account, relations, all_of):
-    assert relation_of_all(relations) == all_of
+    composed = relation_of_all([Relation.of_key(one) for one in relations])
+    assert composed.key == all_of
     event = GaussianEvent(0.1, 2.0, 20)
     for number, relation in enumerate(relations):
         account.enter(entry(str(number) * 32, ("bergen",), adjacency=relation))
         pay(account, [(0, event)])
     (only,) = account.holders()
-    assert only.together.epsilon == get_accountant("pld", all_of).epsilon([event, event], DELTA)
+    assert only.together.epsilon == get_accountant("pld", composed.adjacency).epsilon([event, event], DELTA)
     assert ("by another one of the same person; Poisson sampling; PLD" in only.together.cost()) == (
         relations[0] + "_of_persons" == relations[1]
     )

@@ -7,8 +7,8 @@ from scipy.stats import binom, norm
 
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, SelectionEvent
-from dpfl_lightning.privacy.accounting.group_privacy import group_words, of_group
 from dpfl_lightning.privacy.accounting.guarantee import guarantee
+from dpfl_lightning.privacy.accounting.units import Person, Record, of_group
 
 pytestmark = pytest.mark.e2e
 
@@ -38,11 +38,10 @@ def test_other_releases_cost_a_group_as_many_times():
 
 def test_a_guarantee_of_records_says_what_holds_for_persons():
     events, accountant = [GaussianEvent(0.02, 6.0, 200)], get_accountant("pld")
-    words = group_words(events, 1e-5, accountant, 6)
+    (words,) = Record(6).group_words(events, 1e-5, accountant, chosen=False)
     assert words.startswith("for all records of a person with several, at the same delta, holds: epsilon ")
     assert " for 2, " in words and words.endswith(" for 6 records")
-    stated = guarantee(events, 1e-5, accountant, most_records=6)
+    stated = guarantee(events, 1e-5, accountant, unit=Record(6))
     assert words in stated.caveats and words in stated.words()
-    assert "vacuous for" in group_words([GaussianEvent(1.0, 1.0, 500)], 1e-5, accountant, 64)
-    of_persons = get_accountant("pld", "add_remove_of_persons")
-    assert not guarantee(events, 1e-5, of_persons, most_records=6).caveats
+    (vacuous,) = Record(64).group_words([GaussianEvent(1.0, 1.0, 500)], 1e-5, accountant, chosen=False)
+    assert "vacuous for" in vacuous and not guarantee(events, 1e-5, accountant, unit=Person(6)).caveats

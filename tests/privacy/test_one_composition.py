@@ -21,6 +21,7 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.accounting.accountant import Rdp, get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, Release
 from dpfl_lightning.privacy.accounting.guarantee import FILTER, NOISE_BY_RESULTS
+from dpfl_lightning.privacy.accounting.units import Relation
 from dpfl_lightning.privacy.compose import Keys, Limit, Line, compose
 from dpfl_lightning.privacy.ledger.account import NAMELESS
 from dpfl_lightning.privacy.ledger.file import Charge, Header
@@ -133,16 +134,15 @@ def costs(runs: Sequence[Run]) -> list[Cost]:
                 Keys(run.names[i : i + 1]),
                 run.planned or (run.bound and (run.bound,)) or events,
                 run.delta,
-                *means(run),
+                Relation.of_key(run.adjacency).adjacency,
+                run.sampling,
+                run.accountant,
+                unit=Relation.of_key(run.adjacency).unit,
             )
             for i, events in enumerate(run.released)
         ]
         for run in runs
     ]
-
-
-def means(run: Run) -> tuple[str, str, str]:
-    return run.adjacency, run.sampling, run.accountant
 
 
 @pytest.fixture
@@ -193,9 +193,9 @@ def test_every_command_gives_one_answer(question, answers):
     assert isinstance(found.pop("words below the ledger"), dict) and isinstance(found.pop("node status"), dict)
     assert len({(*numbers, means.partition(f", {FILTER}")[0]) for *numbers, means in found.values()}) == 1, found
     epsilon, at, *_ = found["ledger"]
-    assert at == delta and epsilon == get_accountant(accountant, relation).epsilon(released, delta)
-    records = relation.removesuffix("_of_persons")
-    assert epsilon >= oracle.lower_bound(released, delta, records) - 1e-6, "what another library composes"
+    adjacency, _ = Relation.of_key(relation)
+    assert at == delta and epsilon == get_accountant(accountant, adjacency).epsilon(released, delta)
+    assert epsilon >= oracle.lower_bound(released, delta, adjacency) - 1e-6, "what another library composes"
 
 
 def test_the_end_of_a_run_its_page_its_plan_and_the_account_give_one_answer(tmp_path, monkeypatch, capsys):

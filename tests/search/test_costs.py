@@ -8,6 +8,7 @@ import pytest
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import plan
 from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, LaplaceEvent, NonPrivateEvent
+from dpfl_lightning.privacy.accounting.units import Person, Record
 from dpfl_lightning.privacy.compose import Keys, Line
 from dpfl_lightning.search.costs import (
     Cost,
@@ -137,14 +138,14 @@ def test_a_trial_that_died_counts_with_everything_it_planned_and_caveats_are_nam
 
 
 def test_costs_of_persons_say_so():
-    of_persons = {"adjacency": "add_remove_of_persons", "rows_per_person": 4}
+    of_persons = {"unit": Person(4)}
     total = total_cost(*[trial(**of_persons)] * 2)
     assert (
         "per person (add or remove one person of one client), full batches of persons, at most 4 rows of each"
         in (total["guarantee"])
     )
     assert "together cost a person of a client at most epsilon" in headline(total)
-    known, chosen = trial(rows_per_person=4), trial(rows_per_person=4, chosen=True)
+    known, chosen = trial(unit=Record(4)), trial(unit=Record(4), chosen=True)
     assert "for all records of a person with several" in total_cost(known)["guarantee"]
     assert "nothing is stated for persons with several records" in total_cost(known, chosen)["guarantee"]
     assert (

@@ -24,6 +24,7 @@ from dpfl_lightning.federated.messages.query import (
 from dpfl_lightning.models.features import feature_row, record_features
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.models.tasks import class_logits
+from dpfl_lightning.privacy.accounting.units import RECORD, Unit
 from dpfl_lightning.privacy.clipping.convolutions import channels_last
 from dpfl_lightning.privacy.clipping.inputs import Block, Inputs, take
 from dpfl_lightning.privacy.clipping.passes import FixedPasses
@@ -72,15 +73,15 @@ def is_answerable(kind: type[Query]) -> bool:
     return kind in _ROWS or kind in _PLAIN_ANSWERS
 
 
-def check_answerable(query: ChargedQuery, of_persons: bool = False) -> None:
+def check_answerable(query: ChargedQuery, unit: Unit = RECORD) -> None:
     """Raise TypeError unless a function is registered for the type of the query itself.
 
-    A subclass of a registered type is refused: its attributes could run other code beside the records. `of_persons`
-    raises UserError for a query that is about records.
+    A subclass of a registered type is refused: its attributes could run other code beside the records. Raises
+    UserError for a query that is about records if another `unit` is protected.
     """
     kind, advice = type(query.question), "It sums what it computes of records."
     must = f"be record with the query {kind.__name__}"
-    require(not of_persons or kind.any_unit, "privacy.unit", must, "person", advice)
+    require(not unit.is_group or kind.any_unit, "privacy.unit", must, unit.name, advice)
     for mechanism in query.mechanism_of.values():
         _computation(query, mechanism)
 
@@ -247,7 +248,7 @@ def _features_of_class(query: FeatureSums, client: int, module: ClientModule, x:
 def _bin_of(query: ScoreCounts, client: int, module: ClientModule, x: Inputs, y: Tensor) -> Tensor:
     if isinstance(x, Block):
         rows = _bin_of(query, client, module, x.rows, y.flatten(0, 1))
-        return (rows.unflatten(0, x.weights.shape) * x.weights[..., None]).sum(dim=1)
+        return x.means(rows)
     output = module.output(_parameters(module, query.models[query.row_of[client]], x), x)
     task = module.task or module.infer_task(output, y)
     shares = class_logits(task.as_logits(output), y).flatten(1).softmax(dim=1)

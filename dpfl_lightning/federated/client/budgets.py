@@ -18,6 +18,7 @@ from dpfl_lightning.privacy.accounting.events import Caveat, NonPrivateEvent, Re
 from dpfl_lightning.privacy.accounting.filters import counted_events
 from dpfl_lightning.privacy.accounting.guarantee import FILTER, Guarantee, guarantee, sampling_words
 from dpfl_lightning.privacy.accounting.planned import numbered, once_each
+from dpfl_lightning.privacy.accounting.units import RECORD, Unit
 from dpfl_lightning.privacy.ledger.account import PrivacyAccount
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
 from dpfl_lightning.privacy.mechanism import MECHANISMS
@@ -61,7 +62,7 @@ class Budgets:
         sampling: how batches are drawn, by name.
         simulated: whether noise follows from a given key. Then a release that a crash interrupted is repeated bit for
             bit, and is not charged twice.
-        most_records: see `guarantee`.
+        unit: what is protected.
         account: of all runs on the same records, to which the ledger is charged, too.
         unprotected: what every client shows without noise. It is charged first, so that every epsilon is infinite.
         filters: of each client, what counts instead of its releases, because results decide their noise, or None.
@@ -82,11 +83,11 @@ class Budgets:
         caveats: Sequence[str],
         unprotected: Sequence[str],
         name_of: NameOf = str,
-        most_records: int | None = None,
+        unit: Unit = RECORD,
         account: PrivacyAccount | None = None,
         filters: Sequence[Release | None] = (),
     ) -> None:
-        self.name_of, self._most_records, self.account = name_of, most_records, account
+        self.name_of, self._unit, self.account = name_of, unit, account
         self._filters = tuple(filters) or (None,) * len(schedule.clients)
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
         self.sampling, self.caveats = sampling, [Caveat(words) for words in caveats]
@@ -274,7 +275,7 @@ class Budgets:
             planned = [line.event for line in schedules[place].planned]  # also before the first release
             words = sampling_words(planned, drawn)
             stated = epsilon, method if instead is None else f"{method}, {FILTER}"
-            promises.append(guarantee(events, delta, self.accountant, words, (), stated, self._most_records))
+            promises.append(guarantee(events, delta, self.accountant, words, (), stated, self._unit))
         together = {} if self.account is None else self.account.together()
         stated_with, place_of = numbered([(kind, together.get(client)) for client, kind in enumerate(kind_of)])
         different = [promises[kind].with_account(one) for kind, one in stated_with]

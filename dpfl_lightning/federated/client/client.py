@@ -67,7 +67,7 @@ class HeldClients:
         self.counts.index_add_(0, sent(places, self.counts.device), outcomes)
 
     def chosen(self, key: bytes) -> HeldClients:
-        """Return these clients with the rows of each person that releases use; see `Population.chosen`."""
+        """Return these clients with the rows of each unit that releases use; see `Population.chosen`."""
         return HeldClients(self.population.chosen(key), self.numbers, self.count)
 
     def state_dict(self) -> dict[str, Any]:

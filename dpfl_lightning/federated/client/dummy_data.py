@@ -72,9 +72,9 @@ def dummy_batch(
 
 
 def dummy_units(population: Population, units: int, device: torch.device) -> Batch:
-    """Return what a step of training draws, on random data: records, or blocks of rows of persons."""
-    rows = population.rows_per_person
-    if rows is None:
+    """Return what a step of training draws, on random data: records, or blocks of rows of other units."""
+    rows = population.unit.rows
+    if rows is None or not population.unit.is_group:
         return dummy_batch(population, units, device)
     x, y = dummy_batch(population, units * rows, device)
     present = torch.ones(units, rows, dtype=torch.bool, device=device)

@@ -16,6 +16,7 @@ from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.filters import whole_budgets
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, CumulativeGuarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
+from dpfl_lightning.privacy.accounting.units import Relation, unit_of
 from dpfl_lightning.privacy.ledger.account import AUTO, NAMELESS, PrivacyAccount
 from dpfl_lightning.privacy.ledger.account_file import RunRecord, users_file
 
@@ -85,7 +86,7 @@ class DataHolders:
         return RunRecord(
             run=run,
             ledger=str(ledger.absolute()),
-            adjacency="add_remove" if self.privacy is None else self.privacy.relation,
+            adjacency=Relation.of(self.privacy).key,
             sampling="poisson" if self.privacy is None else self.privacy.sampling,
             accountant=plan.accountant,
             holders={client: self.names[client] if self.names else NAMELESS for client in own},
@@ -104,12 +105,12 @@ class DataHolders:
         return {number: place for number, place in places if len(data.train_of[place]) or len(data.held_out_of[place])}
 
     def _most_rows(self, place: int) -> int | None:
-        """The most rows of a person: as the records show, or else as the operator says. It stays in the account."""
-        data, stated = self.held.population, None if self.privacy is None else self.privacy.rows_per_person
-        if data.persons is None or data.rows_per_person is not None:
-            return stated
+        """The most rows of one id: as the records show, or else as the operator says. It stays in the account."""
+        data = self.held.population
+        if data.unit_ids is None or data.unit.is_group:
+            return unit_of(self.privacy).rows
         rows = torch.cat([data.train_of[place], data.held_out_of[place]])
-        return int(data.persons[rows].unique(return_counts=True)[1].max())
+        return int(data.unit_ids[rows].unique(return_counts=True)[1].max())
 
     def said_of(self, account: PrivacyAccount, together: Mapping[int, CumulativeGuarantee]) -> str:
         client, worst = max(together.items(), key=lambda one: one[1].urgency)
@@ -123,8 +124,8 @@ def bounding_events(plan: RunPlan, privacy: PrivacyOptions | None) -> list[Relea
     """What bounds all releases of each client, if results decide its noise, else None; see `whole_budgets`."""
     if not plan.changes_mechanisms:
         return [None] * len(plan.schedule.clients)
-    relation = "add_remove" if privacy is None else privacy.relation
-    return whole_budgets(plan.schedule.clients, get_accountant(plan.accountant, relation))
+    adjacency = Relation.of(privacy).adjacency
+    return whole_budgets(plan.schedule.clients, get_accountant(plan.accountant, adjacency))
 
 
 def _releases(schedule: ClientSchedule) -> tuple[tuple[Release, int], ...]:

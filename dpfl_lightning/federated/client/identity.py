@@ -29,6 +29,7 @@ from dpfl_lightning.models.optimizers import PLAIN_SGD
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered, once_each
+from dpfl_lightning.privacy.accounting.units import RECORD
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.runtime.devices import products
 from dpfl_lightning.runtime.digests import described, digest_with_sources, hex_digest, memory_of
@@ -62,7 +63,7 @@ def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, An
             "seed": plan.seed,
             **{name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()},
             **{f"privacy.{name}": None if privacy is None else getattr(privacy, name) for name in _SHARED},
-            **_changed(privacy, ("unit", "rows_per_person")),
+            **_changed(privacy, (*RECORD.options(),)),
             **({} if "strategies" in plan.options else {"strategies": strategies}),
             **{key: repr(value) for key, value, default in local_steps if value != default},
         }
@@ -157,9 +158,9 @@ def data_digests(clients: HeldClients, key: bytes) -> Iterator[bytes]:
     for client, rows in zip(clients.numbers, population.train_of, strict=True):
         digest = hashlib.blake2b(f"client {client};".encode(), key=key, digest_size=8)
         x = population.x
-        persons = [] if population.persons is None else [population.persons[rows]]
+        ids = [] if population.unit_ids is None else [population.unit_ids[rows]]
         inputs = [x.digests[rows.cpu()]] if isinstance(x, LazyInputs) else tree_leaves(take(x, rows))
-        for tensor in (*inputs, population.y[rows], *persons):
+        for tensor in (*inputs, population.y[rows], *ids):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
             digest.update(memory_of(tensor))
         yield digest.digest()

@@ -36,7 +36,7 @@ from dpfl_lightning.federated.messages.requests import Ask, Charged, Train
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.models import check_net
-from dpfl_lightning.privacy.accounting.guarantee import SEVERAL_RECORDS
+from dpfl_lightning.privacy.accounting.units import unit_of
 from dpfl_lightning.privacy.noise import Streams
 
 T = TypeVar("T")
@@ -47,7 +47,7 @@ def facts_of(population: Population, **extra: Any) -> Facts:
     truth = None if population.groups is None else {"groups": population.groups}
     shape = population.num_records, population.num_classes, population.input_shape
     extra |= {
-        "unit": "record" if population.rows_per_person is None else "person",
+        "unit": population.unit,
         "test_set": population.test is not None,
         "features": population.features,
         "origin": population.origin,
@@ -79,13 +79,11 @@ class LocalClients(RunLog):
         numbers: Sequence[int] | None = None,
         count: int | None = None,
     ) -> None:
-        counts_persons = privacy is not None and privacy.unit == "person"
-        fits = counts_persons == (population.rows_per_person is not None)
-        require(fits, "privacy.unit", "be what the population counts", "person" if counts_persons else "record")
+        unit, has_ids = unit_of(privacy), population.unit_ids is not None
+        fits = unit.name == population.unit.name
+        require(fits, "privacy.unit", f"be what the population counts, {population.unit}", unit.name)
         check_fits(module, population)
-        most = None if privacy is None else privacy.rows_per_person
-        silent = population.persons is not None and population.rows_per_person is None and most in (None, 1)
-        several = (SEVERAL_RECORDS,) if silent and privacy is not None else ()
+        several = () if privacy is None else unit.caveats(has_ids)
         super().__init__(privacy, population.names if names is None else names, (*several, *population.caveats))
         self.module, self.channel, self.device = module, channel, module.device
         self.held = HeldClients(population, numbers, count)
@@ -130,7 +128,7 @@ class LocalClients(RunLog):
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
         self.prepare(folder, plan)
         self._streams = self.streams(plan)
-        if self.population.rows_per_person is not None:
+        if self.unit.is_group:
             self.held = self.held.chosen(self._streams.simulation or self.folder.data_key(ended))
         self.held.trainer, self.held.log = self.engine, self
         with naming_layers(self.module.net):
@@ -173,9 +171,9 @@ class LocalClients(RunLog):
         return plan
 
     def _require_job(self, job: Job) -> None:
-        fits = self.population.rows_per_person is None or job.any_unit
-        advice = "Rows of a person may have several classes."
-        require(fits, "privacy.unit", f"be record where {job.does}", "person", advice)
+        advice = f"Rows of {self.unit.one_group} may have several classes."
+        fits = not self.unit.is_group or job.any_unit
+        require(fits, "privacy.unit", f"be record where {job.does}", self.unit.name, advice)
 
     def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
         accepted, self._accepted = self._accepted, None
@@ -187,7 +185,7 @@ class LocalClients(RunLog):
         return inbox.updates()
 
     def ask(self, query: ChargedQuery, round: int) -> Answers:
-        check_answerable(query, of_persons=self.population.rows_per_person is not None)
+        check_answerable(query, self.unit)
         check_net(self.module.net)
         clients, numbers = self.budgets.charge_query(query, round)
         asked, inbox = Ask(round, query.only(clients)), AnswerBox()
@@ -201,7 +199,7 @@ class LocalClients(RunLog):
         check_net(self.module.net)
         if isinstance(request, Ask):
             assert isinstance(request.question, ChargedQuery), "a question is copied before it is charged"
-            check_answerable(request.question, of_persons=self.population.rows_per_person is not None)
+            check_answerable(request.question, self.unit)
         else:
             self._require_job(request.job)
         return self.budgets.charge(client, request)

@@ -245,9 +245,8 @@ class ClientModule(Model, L.LightningModule):
             return torch.cat([self.adapted.sample_loss(params, take(x, some), labels) for some, labels in parts])
 
     def sample_loss(self, params: Params, x: Inputs, y: Tensor) -> Tensor:
-        if isinstance(x, Block):  # of each person the mean loss of its rows
-            losses = self.sample_loss(params, x.rows, y.flatten(0, 1))
-            return (losses.unflatten(0, x.weights.shape) * x.weights).sum(dim=1)
+        if isinstance(x, Block):
+            return x.means(self.sample_loss(params, x.rows, y.flatten(0, 1)))
         losses = super().sample_loss(params, x, y) if self.adapted is None else self.adapted.sample_loss(params, x, y)
         return losses if self.loss_factor == 1 else losses * self.loss_factor
 

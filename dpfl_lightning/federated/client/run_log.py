@@ -19,6 +19,7 @@ from dpfl_lightning.federated.messages.evaluation import SHOWN
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import noised_steps
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
+from dpfl_lightning.privacy.accounting.units import Relation, unit_of
 from dpfl_lightning.privacy.ledger.file import Head, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, check_resumed
 
@@ -52,7 +53,7 @@ class RunLog:
         self.privacy, self.names = privacy, names
         self.simulated = privacy is not None and privacy.noise_key is not None
         self.sampling: str = "poisson" if privacy is None else privacy.sampling
-        self.most_records = None if privacy is None else privacy.rows_per_person
+        self.unit = unit_of(privacy)
         self.unprotected: tuple[str, ...] = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
         self.caveats = (*((SIMULATED,) if self.simulated else ()), *caveats)
 
@@ -90,11 +91,11 @@ class RunLog:
             sealed = identity(plan, self.privacy, module, self.names, digests, data_key, filters)
             if ended and earlier is not None:  # it releases nothing more, and the key of the digests is gone
                 sealed |= {name: earlier.identity[name] for name in ("records", "tables") if name in earlier.identity}
-            relation = "add_remove" if self.privacy is None else self.privacy.relation
-            accountant = get_accountant(plan.accountant, relation)
+            relation = Relation.of(self.privacy)
+            accountant = get_accountant(plan.accountant, relation.adjacency)
             header = Header(
                 accountant=accountant.name,
-                adjacency=accountant.adjacency,
+                adjacency=relation.key,
                 sampling=self.sampling,
                 delta=tuple(client.delta for client in plan.schedule.clients),
                 epsilon=tuple(client.epsilon for client in plan.settings),
@@ -117,7 +118,7 @@ class RunLog:
                     plan.caveats,
                     self.unprotected,
                     self.name_of,
-                    self.most_records,
+                    self.unit,
                     account,
                     filters,
                 )

@@ -18,6 +18,7 @@ from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.models.learning_rates import CONSTANT, Constant
 from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.accounting.units import Unit
 
 T = TypeVar("T")
 
@@ -66,14 +67,14 @@ class Clients(Protocol):
     Every release is planned (`begin`), charged (`accept`, or within `ask`), computed and noised, in this order.
     `simulated` means that noise follows from a given key, so that the run protects nobody; `unprotected` is what every
     client shows without noise, in words; `caveats` are sentences that every guarantee of these clients must contain;
-    `most_records` is the number of rows of a person that they protect, if it is limited.
+    `unit` is what they protect.
     """
 
     simulated: bool
     sampling: str
     unprotected: tuple[str, ...]
     caveats: tuple[str, ...]
-    most_records: int | None
+    unit: Unit
     device: torch.device
 
     @property

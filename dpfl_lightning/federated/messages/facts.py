@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dpfl_lightning.privacy.accounting.units import RECORD, Unit
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -23,7 +25,7 @@ class Facts:
         features: names and preprocessing of the inputs of records from a table, see `Population`; else None.
         origin: of a public data set: its name, its licence, and how values were normalised; otherwise empty.
         at_sites: whether the records are at the nodes of sites, so that the section `data` names the test set only.
-        unit: what `num_records` and batch sizes count: record or person.
+        unit: what `num_records` and batch sizes count.
         empty_x: records [0, *X], a tensor or a tuple or dictionary of tensors: their shapes and dtypes without values.
     """
 
@@ -38,7 +40,7 @@ class Facts:
     features: Mapping[str, Any] | None = None
     origin: Mapping[str, Any] = field(default_factory=dict)
     at_sites: bool = False
-    unit: str = "record"
+    unit: Unit = RECORD
     empty_x: Any = field(default=None, compare=False, repr=False)
 
     def name_of(self, client: int) -> str:

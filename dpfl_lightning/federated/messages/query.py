@@ -188,8 +188,8 @@ class ScoreCounts(Query):
     public and rising; a record counts in the bin with as many edges at or below its probability. `row_of` as in
     `MeanLoss`. Only of a task of one class for each record. `algorithms.binned_scores` turns the counts into scores.
 
-    **Privacy** One step of the client's mechanism, of clip norm 1: a record adds 1 to one of the counts. The rows of a
-    person, where these are protected, add 1 together.
+    **Privacy** One step of the client's mechanism, of clip norm 1: a record adds 1 to one of the counts. The rows of
+    another unit that is protected add 1 together.
     """
 
     any_unit: ClassVar[bool] = True

@@ -435,7 +435,7 @@ class RunSession:
             strategies=tuple(config.options.get("strategies") or (one.config_name for one in config.strategies)),
             replans=config.replans,
             ends_by_results=config.ends_by_results,
-            unit=config.facts.unit,
+            unit=str(config.facts.unit),
         )
 
     def _describe_plan(self) -> None:
@@ -543,7 +543,7 @@ class RunSession:
                 "noise_std": noise_stds[client],
                 "batch_size": schedule.batch_size(settings.num_records),
                 "num_records": settings.num_records,
-                "unit": self.config.facts.unit,
+                "unit": self.config.facts.unit.name,
                 "releases": account.releases,
                 "steps": account.steps,
                 "accuracy": score.accuracy,

@@ -171,7 +171,7 @@ class RunConfig:
     def accountant(self) -> Accountant:
         """That of the options; RDP for a run without privacy, where every epsilon is infinite."""
         privacy = self.privacy
-        return get_accountant("rdp") if privacy is None else get_accountant(privacy.accountant, privacy.relation)
+        return get_accountant("rdp") if privacy is None else get_accountant(privacy.accountant, privacy.adjacency)
 
     @cached_property
     def clip_norm(self) -> tuple[float, ...]:

@@ -62,7 +62,7 @@ class RankChannel:
     `OMP_NUM_THREADS` is equal.)
 
     **Privacy** Records stay on their rank. What crosses: the key of a simulation (otherwise each rank draws fresh
-    noise), which rows of persons are used, start models, released updates, noisy answers, what stays with clients,
+    noise), which rows of each unit are used, start models, released updates, noisy answers, what stays with clients,
     counts of gradients, outputs of evaluation.
     """
 
@@ -90,8 +90,8 @@ class RankChannel:
     def setup(self, module: ClientModule, clients: HeldClients, streams: Streams, sampling: str) -> None:
         self.take(module, clients.population)
         self._clients = clients
-        units = clients.population.units, clients.population.held_out_units
-        work = (streams, sampling, module.net.state_dict(), torch.get_num_threads(), units)
+        blocks = clients.population.blocks_of, clients.population.held_out_blocks_of
+        work = (streams, sampling, module.net.state_dict(), torch.get_num_threads(), blocks)
         (workers, identity), *others = self._on_all("_set_up", [()] * self.ranks.size, *work)
         self.workers = workers + sum(theirs for theirs, _ in others)
         for rank, (_, theirs) in enumerate(others, start=1):
@@ -176,13 +176,13 @@ class RankChannel:
         sampling: str,
         net: dict[str, Tensor],
         threads: int,
-        units: tuple[list[Tensor] | None, list[Tensor] | None],
+        blocks: tuple[list[Tensor] | None, list[Tensor] | None],
     ) -> tuple[int, dict[str, str]]:
         self._module.net.load_state_dict(net)  # with parameters that are not trained, which may differ between ranks
-        if self.ranks.rank > 0 and units[0] is not None:  # chosen by the key of rank 0
-            train, held_out = ([rows.to(self._module.device) for rows in one or ()] for one in units)
+        if self.ranks.rank > 0 and blocks[0] is not None:  # chosen by the key of rank 0
+            train, held_out = ([rows.to(self._module.device) for rows in one or ()] for one in blocks)
             population = self._clients.population
-            self._clients = HeldClients(dataclasses.replace(population, units=train, held_out_units=held_out))
+            self._clients = HeldClients(dataclasses.replace(population, blocks_of=train, held_out_blocks_of=held_out))
         self._here.setup(self._module, self._clients, streams, sampling)
         torch.set_num_threads(threads)  # the number of threads within an operator affects bits
         return self._here.workers, equal_ranks(self.engine, self._module)

@@ -33,19 +33,8 @@ Step = tuple[Any, ...]  # class and parameters of a release
 
 Query = tuple[Sequence[Event], float]  # the events of one client, and its delta
 
-#: relation between neighbouring data sets -> description
+#: relation between neighbouring data sets -> description, if they are about records; see `Unit.relation`
 ADJACENCIES = {"add_remove": "add or remove one record", "replace_one": "replace one record"}
-OF_PERSONS = "_of_persons"
-#: the same if training counts persons, as ledgers and guarantees name it
-ADJACENCIES_OF_PERSONS = {
-    f"add_remove{OF_PERSONS}": "add or remove one person of one client",
-    f"replace_one{OF_PERSONS}": "replace one person of one client",
-}
-
-
-def relation_of(adjacency: str) -> str:
-    """Return the relation, add_remove or replace_one, without what it is about."""
-    return adjacency.removesuffix(OF_PERSONS)
 
 
 class Accountant(ABC):
@@ -61,14 +50,8 @@ class Accountant(ABC):
     faster: "Accountant | None" = None  # a faster accountant, whose noise is a first guess
 
     def __init__(self, adjacency: str = "add_remove") -> None:
-        require_one_of(ADJACENCIES, "adjacency", relation_of(adjacency))
-        self.adjacency, self._relation = adjacency, relation_of(adjacency)
-        self.sensitivity = SENSITIVITY[self._relation]
-
-    @property
-    def unit(self) -> str:
-        """What is added, removed or replaced: record or person."""
-        return "person" if self.adjacency in ADJACENCIES_OF_PERSONS else "record"
+        require_one_of(ADJACENCIES, "adjacency", adjacency)
+        self.adjacency, self.sensitivity = adjacency, SENSITIVITY[adjacency]
 
     @abstractmethod
     def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
@@ -139,7 +122,7 @@ class Rdp(Accountant):
             return self._smaller(releases, math.inf)
         ours = self.convert(self._rdp([releases])[0], self.orders, delta)
         best = int(np.argmin(ours))
-        rdp = sum(release.library_rdp(self.orders[best], self._relation) for release in releases.releases)
+        rdp = sum(release.library_rdp(self.orders[best], self.adjacency) for release in releases.releases)
         # The larger, because Opacus' rounding can fall below the true value if a step costs very little.
         certified = max(float(self.convert(np.array([rdp]), (self.orders[best],), delta)[0]), float(ours[best]))
         return self._smaller(releases, certified)
@@ -182,7 +165,7 @@ class Rdp(Accountant):
         for kind, group in itertools.groupby(new, key=itemgetter(0)):
             of_kind = list(group)
             parameters = np.array([one[1:] for one in of_kind])
-            table |= zip(of_kind, kind.rdp(parameters, self.orders, self._relation), strict=True)
+            table |= zip(of_kind, kind.rdp(parameters, self.orders, self.adjacency), strict=True)
         self._known = table if len(self._known) > _MOST_KNOWN else self._known | table
         return table
 
@@ -247,7 +230,7 @@ class Pld(Accountant):
             return pure, PURE
         rdp = float(self.faster.search([(releases.releases, delta)])[0])
         try:
-            epsilon = pld_epsilon(releases, delta, self._relation, rdp)
+            epsilon = pld_epsilon(releases, delta, self.adjacency, rdp)
         except NoPld as reason:
             return rdp, f"{self.faster.description}, because {reason}"
         except (ValueError, ArithmeticError, MemoryError) as error:  # of dp_accounting
@@ -264,8 +247,7 @@ ACCOUNTANTS: dict[str, type[Pld | Rdp]] = {"pld": Pld, "rdp": Rdp, "paper_ma": P
 def get_accountant(name: str, adjacency: str = "add_remove") -> Accountant:
     """Return "pld" (default, tight), "rdp" or "paper_ma".
 
-    `adjacency` is the relation between neighbouring data sets, "add_remove" or "replace_one", possibly "_of_persons";
-    the same for a whole run.
+    `adjacency` is the relation between neighbouring data sets, "add_remove" or "replace_one"; the same for a whole run.
     """
     require_one_of(ACCOUNTANTS, "accountant", name)
     return ACCOUNTANTS[name](adjacency)

@@ -18,6 +18,7 @@ from dpfl_lightning.privacy.accounting.events import (
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
+from dpfl_lightning.privacy.accounting.units import RECORD, Unit
 from dpfl_lightning.runtime.text import at_most, slow_notice
 
 
@@ -77,17 +78,16 @@ def client_plans(
     sampling: str | None = None,
     caveats: Sequence[str] = (),
     unprotected: Sequence[str] = (),
-    most_records: int | None = None,
+    unit: Unit = RECORD,
 ) -> list[ClientPlan]:
     """Return the plans of solved schedules, one for each client, with its (num_records, batch_size) in `sizes`.
 
     `sampling` describes it if it does not follow from the sample rates. `caveats` describe what no guarantee covers,
-    `unprotected` what the run releases without noise; for `most_records` see `guarantee`.
+    `unprotected` what the run releases without noise.
     """
     extra_events: list[Event] = [*map(Caveat, caveats), *map(NonPrivateEvent, unprotected)]
     promises = [
-        guarantee([*s.events(), *extra_events], s.delta, accountant, sampling, s.releases, most_records=most_records)
-        for s in schedules
+        guarantee([*s.events(), *extra_events], s.delta, accountant, sampling, s.releases, unit=unit) for s in schedules
     ]
     lines = [(line.events(), schedule.delta) for schedule in schedules for line in schedule.planned]
     alone = iter(accountant.search(lines).tolist())

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, ADJACENCIES_OF_PERSONS, Accountant, finite_or_none
+from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, NonPrivateEvent, Release
-from dpfl_lightning.privacy.accounting.group_privacy import group_words
+from dpfl_lightning.privacy.accounting.units import RECORD, Unit
 from dpfl_lightning.runtime.text import at_most, counted
 
 #: caveat of every guarantee of a simulation
@@ -18,17 +18,8 @@ SIMULATED = (
     "simulated mechanism"
 )
 
-#: caveat of a run that protects records, though its data name persons
-SEVERAL_RECORDS = (
-    "epsilon is for one record, and a person may have several: privacy.unit person protects persons, and "
-    "privacy.rows_per_person states what holds for them"
-)
-
 #: what a set of noisy sums is
 _OF_COUNTS = " of counts of held-out records, from which accuracy, AUROC and calibration follow,"
-
-#: what no epsilon of a run that protects persons covers
-OTHER_CLIENTS = "what other clients release about the same person: a person at two clients is two persons"
 
 #: how an epsilon was computed whose events may change by the results of earlier runs
 CHOSEN = "results of earlier runs chose its releases"
@@ -58,10 +49,15 @@ UNKNOWN_RUNS = (
 SCORED_RECORDS = "test and held-out records, on which models are evaluated"
 EXACT_SCORES = "test records, and exact scores on held-out records"
 
+
+def public_facts(unit: Unit) -> str:
+    return f"{unit.public_numbers}, batch sizes, budgets and all other options, which are treated as public"
+
+
 #: what no epsilon of this package covers, whatever a run does
 NOT_COVERED: tuple[str, ...] = (
     SCORED_RECORDS,
-    "numbers of training records or persons, batch sizes, budgets and all other options, which are treated as public",
+    public_facts(RECORD),
     "what was done to the records before the run received them, and how a public data set was scaled and divided among "
     "the clients of an experiment",
     "times, memory, sizes of files and errors of the computation, which can depend on records",
@@ -233,36 +229,32 @@ def guarantee(
     sampling: str | None = None,
     releases: Sequence[int] = (),
     bound: tuple[float, str] | None = None,
-    most_records: int | None = None,
+    unit: Unit = RECORD,
 ) -> Guarantee:
     """Return the guarantee of everything that one client releases; each `Caveat` and `NonPrivateEvent` is listed once.
 
     `sampling` says how batches are drawn, if they are not all full (add a `Caveat` for shuffled batches). `releases`
     are the numbers of releases of the first events; 1 for the others, as in a ledger. `bound` is what the accountant
-    returned, if known. `most_records` is the most rows of a person that are used; if epsilon is about records, the
-    public maximum up to which is said what holds for persons.
+    returned, if known.
     """
     epsilon, method = accountant.bound(events, delta) if bound is None else bound
     caveats = tuple(dict.fromkeys(event.words for event in events if isinstance(event, Caveat)))
     unprotected, drawn = leaks_of(events), sampling_words(events, sampling)
     releasing = [event for event in events if isinstance(event, Release)]
     counts = any(event.counts_held_out for event in releasing)
-    not_covered = (EXACT_SCORES if counts and math.isfinite(epsilon) else SCORED_RECORDS, *NOT_COVERED[1:])
-    if accountant.unit == "person":
-        drawn, not_covered = f"{drawn} of persons", (*not_covered, OTHER_CLIENTS)
-        drawn += "" if most_records is None else f", at most {counted(most_records, 'row')} of each"
-    elif most_records is not None and most_records > 1 and math.isfinite(epsilon) and releasing:
-        nothing = "nothing is stated for persons with several records, because earlier releases chose later ones"
-        changed = FILTER in method or CHOSEN in method
-        caveats = (*caveats, nothing if changed else group_words(events, delta, accountant, most_records))
+    scores = EXACT_SCORES if counts and math.isfinite(epsilon) else SCORED_RECORDS
+    not_covered = (scores, public_facts(unit), *NOT_COVERED[2:], *unit.not_covered)
+    if releasing and math.isfinite(epsilon):
+        chosen = FILTER in method or CHOSEN in method
+        caveats = (*caveats, *unit.group_words(events, delta, accountant, chosen))
     releases_text, bounded = released_words(events, releases), math.isfinite(epsilon)
     return Guarantee(
         epsilon=epsilon,
         delta=delta,
-        sampling=drawn,
+        sampling=unit.drawn(drawn),
         accountant=method,
-        unit=accountant.unit,
-        adjacency=(ADJACENCIES | ADJACENCIES_OF_PERSONS)[accountant.adjacency],
+        unit=unit.name,
+        adjacency=unit.relation(accountant.adjacency),
         covers=releases_text if bounded else (),
         not_covered=(*unprotected, *(() if bounded else releases_text), *not_covered, *caveats),
         caveats=caveats,

@@ -34,7 +34,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     conv2d_rule,
     has_special_backward,
     rule_of,
-    rule_of_persons,
+    rule_of_units,
 )
 from dpfl_lightning.privacy.clipping.passes import Batch, checksums, passes
 from dpfl_lightning.privacy.clipping.reference import (
@@ -219,7 +219,7 @@ class FastClippedSum:
             return max(1, *(a.numel() for call in watch.calls.values() for a in call.inputs))
 
     def _gradients(self, watch: _Watch, params: Params, x: Records, y: Tensor, count: int) -> ByName:
-        """Return the gradients of the first `count` records, or persons, by the names in `watch.wanted`.
+        """Return the gradients of the first `count` records, or other units, by the names in `watch.wanted`.
 
         Those of parameters that no loss depends on are left out.
         """
@@ -228,7 +228,7 @@ class FastClippedSum:
         grads = watch.grads if rows == 1 else {name: form.summed(rows) for name, form in watch.grads.items()}
         for name, call in watch.calls.items():
             if (dy := watch.dys.get(name)) is not None and (params_of_unit := call.unit.local(watch.wanted)):
-                by_name = rule_of_persons(call.rule, rows)(call.unit.module, params_of_unit, call.inputs, dy)
+                by_name = rule_of_units(call.rule, rows)(call.unit.module, params_of_unit, call.inputs, dy)
                 grads |= call.unit.in_net({local: form.first(count) for local, form in by_name.items()})
         if not grads:
             raise Unsupported(f"no loss depends on {', '.join(f'`{name}`' for name in watch.wanted)}")
@@ -281,7 +281,7 @@ class FastClippedSum:
 class _Watch:
     """What forward and backward passes of a model show: the units' inputs, and the edges of their outputs in the graph.
 
-    What is a record here is a row of the model's input: a person has several.
+    What is a record here is a row of the model's input: another unit has several.
 
     The graph begins behind `anchor`, one of the `anchors` if special backward passes have to be reached. `dys` are
     the gradients of outputs, `grads` those of `wanted` parameters that a convolution has computed itself.

@@ -24,9 +24,9 @@ def take(x: Inputs, rows: Any) -> Inputs:
 
 
 class Block(NamedTuple):
-    """The rows of B persons, `x` `[B, R, *X]`, and the weight of each in its person's loss, `weights` `[B, R]`.
+    """The rows of B units, `x` `[B, R, *X]`, and the weight of each in its unit's loss, `weights` `[B, R]`.
 
-    Weights are 1 / number of the person's rows, and 0 for those that fill up the block. Labels are `[B, R, ...]`.
+    Weights are 1 / number of the unit's rows, and 0 for those that fill up the block. Labels are `[B, R, ...]`.
     """
 
     x: Inputs
@@ -34,7 +34,7 @@ class Block(NamedTuple):
 
     @classmethod
     def of(cls, x: Inputs, present: Tensor) -> "Block":
-        """Return a block of `present` `[B, R]` rows (bool) `x` `[B R, *X]`, at least one for each person."""
+        """Return a block of `present` `[B, R]` rows (bool) `x` `[B R, *X]`, at least one for each unit."""
         weights = present / present.sum(dim=1, keepdim=True)
         return cls(tree_map(lambda part: part.unflatten(0, present.shape), x), weights)
 
@@ -43,9 +43,14 @@ class Block(NamedTuple):
         """All rows, `[B R, *X]`."""
         return tree_map(lambda part: part.flatten(0, 1), self.x)
 
+    def means(self, values: Tensor) -> Tensor:
+        """Return the weighted sum of each unit's `values` `[B R, ...]`, such as the losses of its rows, `[B, ...]`."""
+        parts = values.unflatten(0, self.weights.shape)
+        return (parts * self.weights[(..., *[None] * (parts.dim() - 2))]).sum(dim=1)
+
 
 def rows_each(x: Inputs) -> int:
-    """Return how many rows the gradient of each record, or person, is a sum over."""
+    """Return how many rows the gradient of each record, or other unit, is a sum over."""
     return x.weights.shape[1] if isinstance(x, Block) else 1
 
 

@@ -61,7 +61,7 @@ class Grads(ABC):
 
     @abstractmethod
     def summed(self, rows: int) -> Grads:
-        """Return the gradients of B persons, each the sum of so many gradients that follow each other."""
+        """Return the gradients of B units, each the sum of so many gradients that follow each other."""
 
     def pair(self) -> tuple[Tensor, Tensor] | None:
         """Return left `[B, p]` and right `[B, d]` if the gradients are `left[j]^T right[j]` (n = p d) in this order."""
@@ -521,10 +521,10 @@ def rule_of(module: nn.Module) -> Rule | None:
     return None if kind is None or in_groups else RULES[kind]
 
 
-def rule_of_persons(rule: Rule, rows: int) -> Rule:
+def rule_of_units(rule: Rule, rows: int) -> Rule:
     """Return the rule for gradients that are each a sum over so many rows of the inputs.
 
-    Rules of linear maps and tables take the rows of a person as positions of one record; those of others are summed.
+    Rules of linear maps and tables take the rows of a unit as positions of one record; those of others are summed.
     """
     if rows == 1:
         return rule

@@ -130,7 +130,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class TrialRecords:
-    """Random public records `[n, *X]`, `[n, ...]` in turns of all kinds; those of a person are of one kind.
+    """Random public records `[n, *X]`, `[n, ...]` in turns of all kinds; those of a unit are of one kind.
 
     Args:
         like: x `[B, *X]` and y `[B, ...]`, B >= 0, of this shape and on this device.

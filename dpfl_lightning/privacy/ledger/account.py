@@ -19,6 +19,7 @@ from dpfl_lightning.errors import UserError, require, warn_user
 from dpfl_lightning.privacy.accounting.events import Event, Release
 from dpfl_lightning.privacy.accounting.guarantee import CumulativeGuarantee
 from dpfl_lightning.privacy.accounting.planned import numbered
+from dpfl_lightning.privacy.accounting.units import Relation
 from dpfl_lightning.privacy.compose import (
     ANYBODY,
     History,
@@ -211,6 +212,7 @@ class PrivacyAccount(AccountFile):
         lines: list[Line] = []
         for entry, paid in (self._runs if runs is None else runs).values():
             clients, names = list(entry.holders), list(entry.holders.values())
+            adjacency, unit = Relation.of_key(entry.adjacency)
             places_of: dict[Keys, list[int]] = {}
             for place, name in enumerate(names):
                 places_of.setdefault(self._group(name), []).append(place)
@@ -231,19 +233,22 @@ class PrivacyAccount(AccountFile):
                         keys=_keys(group) if any(names[place] != NAMELESS for place in of_one) else ANYBODY,
                         released=tuple(released),
                         delta=min((d for place in of_one if (d := entry.delta[place])), default=0.0),
-                        adjacency=entry.adjacency,
+                        adjacency=adjacency,
                         sampling=entry.sampling,
                         accountant=entry.accountant,
                         planned=tuple(plan) if entry.whole else None,
                         filter=tuple(instead) if any(entry.filters[place] for place in of_one) else None,
-                        rows_per_person=_most([entry.rows[place] for place in of_one]),
+                        unit=replace(unit, rows=_most([entry.rows[place] for place in of_one])),
                     )
                     lines.append(line)
-        most: dict[Keys, int] = {}  # rows of a person, as any run of the holder shows or says
+        most = Counter[tuple[Keys, str]]()  # rows of one group, as any run of the holder shows or says
         for line in lines:
-            most[line.keys] = max(most.get(line.keys, 0), line.rows_per_person or 0)
+            most[line.keys, line.unit.group] = max(most[line.keys, line.unit.group], line.unit.rows or 0)
         return [
-            line if line.rows_per_person is None else replace(line, rows_per_person=most[line.keys]) for line in lines
+            line
+            if line.unit.rows is None
+            else replace(line, unit=replace(line.unit, rows=most[line.keys, line.unit.group]))
+            for line in lines
         ]
 
     def _limits_of(self, group: Collection[str]) -> list[Limit]:
@@ -260,8 +265,8 @@ class PrivacyAccount(AccountFile):
             asked = [_keys(group) for group, (at, _) in zip(groups, limits, strict=True) if at == limit]
             own_lines = lines if limit is None else [limit.in_its_unit(line) for line in lines]
             delta = None if limit is None else limit.delta
-            relation = None if limit is None else limit.adjacency
-            found = compose(own_lines, delta, of=asked, adjacency=relation)
+            relation = None if limit is None else limit.relation
+            found = compose(own_lines, delta, of=asked, relation=relation)
             totals |= {(keys, limit): total for keys, total in found.items()}
         each = zip(groups, limits, strict=True)
         return [totals[_keys(group), limit].beside(own, limit, used) for group, (limit, used) in each]
@@ -331,16 +336,16 @@ class PrivacyAccount(AccountFile):
             if limit is None or used is None or used <= 1:
                 continue
             rest = _history(_keys(group), [line for line in lines if line.run != entry.run], limit)
-            known = [line.adjacency for history in rest for run in history for line in run if line.costs]
+            known = [line.relation for history in rest for run in history for line in run if line.costs]
             at = f"epsilon {at_most(limit.epsilon)} at delta {at_most(limit.delta)} ({limit.words})"
             must = f"keep the limit of {_named(group)}, {at}"
             got = f"{used:.1%} of it (Renyi filter), {limit.used(rest):.1%} without this run"
             advice = f"Plan a smaller privacy.epsilon or fewer rounds. See `dpfl account{self._in_commands()}`."
-            if not all(limit.knows_rows(line) for line in lines if line.run == entry.run):
-                got = "records of persons of whom nobody says how many rows they have"
-                advice = "Set privacy.unit to person, or privacy.rows_per_person to the most rows of a person."
-            elif known and relation_of_all([*known, entry.adjacency]) != relation_of_all(known):
-                same = known[-1].replace("_", " ")
+            own = [line for line in lines if line.run == entry.run]
+            if lacking := [line.unit for line in own if limit.unit.most_of(line.unit) is None]:
+                got, advice = limit.unit.lacks(lacking[0])
+            elif known and relation_of_all([*known, own[0].relation]).key != relation_of_all(known).key:
+                same = known[-1].key.replace("_", " ")
                 advice = f"Its unit or adjacency is another one, so all runs count as replacement: keep {same}."
             require(False, "privacy.account", must, got, advice)
 
@@ -397,7 +402,7 @@ def _named(group: Collection[str]) -> str:
 
 
 def _most(rows: Sequence[int | None]) -> int | None:
-    """Return the most rows of a person in clients that share records; None if one of them is not known."""
+    """Return the most rows of one group in clients that share records; None if one of them is not known."""
     known = [one for one in rows if one is not None]
     return max(known) if len(known) == len(rows) else None
 

@@ -11,7 +11,7 @@ import secrets
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from dpfl_lightning.config.reading import check_format, expecting
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.planned import numbered
+from dpfl_lightning.privacy.accounting.units import ROWS_KEY, Relation
 from dpfl_lightning.privacy.compose import Limit
 from dpfl_lightning.privacy.ledger.evidence import Evidence, named
 from dpfl_lightning.privacy.ledger.file import NO_CHAIN, chain_of, charges_of, follows, release_of, sealed
@@ -55,7 +56,8 @@ class RunRecord:
         evidence: keyed digests of records of each, which show later that two clients have records in common.
         filters: of each, what bounds all its releases if their noise follows from results, else None.
         whole: whether all that is planned counts, because its end follows from its releases.
-        rows: of each, the most rows of a person that are used, if that is known.
+        adjacency: key of the relation between neighbouring data sets, as a text.
+        rows: of each, the most rows of one unit (of records: of one group) that are used, if that is known.
     """
 
     run: str
@@ -176,7 +178,8 @@ class AccountFile:
                     if charge.client in paid:
                         paid[charge.client][charge.event] += 1
         elif "limit" in content:
-            limit = Limit(**{name: content[name] for name in Limit.__dataclass_fields__})
+            adjacency, unit = Relation.of_key(content["adjacency"])
+            limit = Limit(content["epsilon"], content["delta"], adjacency, replace(unit, rows=content[ROWS_KEY]))
             self._limits[self._as_first_written(content["limit"])] = limit
         elif "unlimited" in content:
             self._limits.pop(self._as_first_written(content["unlimited"]), None)
@@ -289,6 +292,11 @@ def line_of(entry: RunRecord) -> dict[str, Any]:
     fields["evidence"] = [one.name for one in entry.evidence]
     fields["filters"] = [None if one is None else one.as_dict() for one in entry.filters]
     return {**fields, "holders": [*entry.holders.items()], "planned": planned, "plan_of": places}
+
+
+def limit_line(holder: str, limit: Limit) -> dict[str, Any]:
+    relation = {"adjacency": limit.relation.key, ROWS_KEY: limit.unit.rows}
+    return {"limit": holder, "epsilon": limit.epsilon, "delta": limit.delta, **relation}
 
 
 def ledger_line(fields: Mapping[str, Any]) -> bytes:

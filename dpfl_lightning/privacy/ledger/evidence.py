@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from dpfl_lightning.privacy.accounting.units import ID_KEY
+
 CONTAINMENT = 0.05  # of the records of the smaller of two clients: from here on they are of one holder
 MOST_CHANCE = 1e-9  # that clients with other records agree as much
 MIN_SHARED = 3  # records
@@ -78,7 +80,7 @@ class Match:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What an account keeps of a client's records: of whole rows, of rows without one column, and of persons' ids.
+    """What an account keeps of a client's records: of whole rows, of rows without one column, and of ids of units.
 
     Rows without one column are equal where labels were swapped or a column is lacking. A table that was changed in
     every row, in more than one column, is not recognised.
@@ -89,15 +91,13 @@ class Evidence:
     views: tuple[View, ...] = ()
 
     @classmethod
-    def of(
-        cls, cells: np.ndarray, persons: np.ndarray | None, id_density: float, key: bytes, clients: int = 1
-    ) -> Evidence:
+    def of(cls, cells: np.ndarray, ids: np.ndarray | None, id_density: float, key: bytes, clients: int = 1) -> Evidence:
         """Return the evidence of one of several `clients` of a run.
 
         Args:
             cells: digests [n, C] of the cells of its records, uint64; 0 for an empty cell.
-            persons: digests [n] of the ids of their persons, or None.
-            id_density: share of the possible ids that its persons have, see `density`.
+            ids: digests [n] of the ids of their units, or None.
+            id_density: share of the possible ids that are there, see `density`.
             key: secret of the account.
             clients: number of clients of the run, who share the space.
         """
@@ -112,10 +112,10 @@ class Evidence:
                 agreement = _agreement(rest, np.delete(equal, number))
                 some = np.sort(rest)[: _MOST_HASHED // columns]
                 views.append(replace(View.of(some, agreement, key, "row", without), records=len(rest)))
-        if persons is not None and len(persons):
-            different = np.unique(persons)
+        if ids is not None and len(ids):
+            different = np.unique(ids)
             agreement = 1 - (1 - id_density) ** (1 / len(different))  # so that one of as many is hit with this density
-            views.append(replace(View.of(different, agreement, key, "person", most), repeat=1.0))
+            views.append(replace(View.of(different, agreement, key, ID_KEY, most), repeat=1.0))
         return cls(tuple(views))
 
     def as_json(self) -> list[list[Any]]:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from dpfl_lightning.privacy.accounting.accountant import relation_of
 from dpfl_lightning.privacy.accounting.events import SENSITIVITY, Event, composed, library_event
 
 ABOUT = (
@@ -23,7 +22,7 @@ def as_dp_event(events: Sequence[Event], delta: float, adjacency: str) -> tuple[
 
     Any bound that dp_accounting computes for it holds for `events` under `adjacency`.
     """
-    merged, sensitivity = composed(events, delta), SENSITIVITY[relation_of(adjacency)]
+    merged, sensitivity = composed(events, delta), SENSITIVITY[adjacency]
     if merged.noiseless:
         return "ADD_OR_REMOVE_ONE", library_event("NonPrivateDpEvent")
     replaced = sensitivity == 2 and any(release.is_sampled for release in merged.releases)

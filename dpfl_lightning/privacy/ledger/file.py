@@ -21,6 +21,7 @@ from dpfl_lightning.config.reading import check_format, expecting, read_bytes
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import Release, event_of
+from dpfl_lightning.privacy.accounting.units import ROWS_KEY, Relation
 from dpfl_lightning.privacy.sampling import SAMPLERS
 from dpfl_lightning.runtime.strict_json import parsed
 
@@ -54,9 +55,9 @@ class Charge:
 class Header:
     """The meaning of the charges, so that the file can be read alone. Headers are equal if they mean the same.
 
-    `delta` and `epsilon`, the budget (inf means none), are those of each client. `identity` is everything that
-    determines the run's releases, ready for JSON: a run can be resumed only with the same one. The random name `run`
-    tells apart two ledgers of one configuration.
+    `adjacency` is the key of a `Relation`. `delta` and `epsilon`, the budget (inf means none), are those of each
+    client. `identity` is everything that determines the run's releases, ready for JSON: a run can be resumed only with
+    the same one. The random name `run` tells apart two ledgers of one configuration.
     """
 
     accountant: str
@@ -67,6 +68,11 @@ class Header:
     caveats: tuple[str, ...] = ()
     identity: Mapping[str, Any] = field(default_factory=dict)
     run: str = field(default_factory=lambda: secrets.token_hex(16), compare=False)
+
+    @property
+    def relation(self) -> Relation:
+        """What neighbouring data sets are, with the most rows of a unit that the run states. Raises UserError."""
+        return Relation.of_key(self.adjacency, self.identity.get(f"privacy.{ROWS_KEY}"))
 
     @property
     def planned(self) -> tuple[tuple[Release, ...], ...]:

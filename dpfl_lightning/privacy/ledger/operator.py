@@ -13,10 +13,10 @@ from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.privacy.accounting.guarantee import CumulativeGuarantee
 from dpfl_lightning.privacy.compose import Limit, compose
 from dpfl_lightning.privacy.ledger.account import NAMELESS, PrivacyAccount, listed
-from dpfl_lightning.privacy.ledger.account_file import RunRecord, ledger_line, line_of
+from dpfl_lightning.privacy.ledger.account_file import RunRecord, ledger_line, limit_line, line_of
 from dpfl_lightning.privacy.ledger.evidence import Evidence
 from dpfl_lightning.privacy.ledger.file import Head
-from dpfl_lightning.privacy.ledger.verify import read, rows_of
+from dpfl_lightning.privacy.ledger.verify import read
 from dpfl_lightning.runtime.text import counted
 
 
@@ -56,7 +56,7 @@ class OperatedAccount(PrivacyAccount):
         """Set the limit on all runs on the records of a holder."""
         _check_name(holder)
         with self._locked() as file:
-            self._append(file, [{"limit": holder, **vars(limit)}])
+            self._append(file, [limit_line(holder, limit)])
             known = self._names()
         if known and self._name(holder) not in known:
             warn_user(f"no run of {holder} is in the account yet; its data holders are {', '.join(sorted(known))}")
@@ -116,7 +116,7 @@ class OperatedAccount(PrivacyAccount):
             delta=tuple(header.delta[client] for client in clients),
             planned=tuple(tuple((event, 1) for event in plans[client]) for client in clients),
             evidence=(Evidence(),) * len(clients),
-            rows=(rows_of(header),) * len(clients),
+            rows=(header.relation.unit.rows,) * len(clients),
             filters=tuple(filters[client] for client in clients),
             whole=bool(header.planned),
         )

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dpfl_lightning.config.names import folded
-from dpfl_lightning.config.options import MOST_ROWS
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.events import Caveat, Release
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.compose import Keys, Line, Total, compose
-from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
+from dpfl_lightning.privacy.ledger.file import Charge, Verified, head_file, verify
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +75,8 @@ def read(
     every = {tuple(map(header.name_of, range(len(header.delta)))) for header in headers}
     numbers = len(ledgers) == 1 or (one_population and len(every) == 1)
     written = dict[str, str]()  # name as it is compared -> as it is written first
-    lines = [line for ledger in ledgers for line in _lines(ledger, numbers, written)]
     try:
+        lines = [line for ledger in ledgers for line in _lines(ledger, numbers, written)]
         guaranteed = compose(lines, delta, accountant)
         paid = guaranteed
         if any(line.planned or line.filter for line in lines):
@@ -88,12 +87,6 @@ def read(
         raise UserError(f"`{paths[0]}` must hold events that can be composed, got an error: {error}") from None
     matched = "name" if all(line.keys for line in lines) else "nothing"
     return Composed(ledgers, matched, tuple(paid.values()), tuple(guaranteed.values()))
-
-
-def rows_of(header: Header) -> int | None:
-    """Return the most rows of a person that a run states, if it does."""
-    most = header.identity.get("privacy.rows_per_person")
-    return most if type(most) is int and 1 <= most <= MOST_ROWS else None
 
 
 def _verified(path: Path) -> VerifiedLedger:
@@ -124,6 +117,7 @@ def _lines(ledger: VerifiedLedger, numbers: bool, written: dict[str, str]) -> li
     known, plans = numbers or bool(header.identity.get("names")), header.planned or (None,) * len(ledger.events)
     filters, names = header.filters, map(header.name_of, range(len(header.delta)))
     caveats = tuple(map(Caveat, header.caveats))
+    adjacency, unit = header.relation
     return [
         Line(
             run=header.run,
@@ -131,13 +125,13 @@ def _lines(ledger: VerifiedLedger, numbers: bool, written: dict[str, str]) -> li
             keys=Keys([written.setdefault(folded(name), name)] if known else []),
             released=(*events, *caveats),
             delta=header.delta[client],
-            adjacency=header.adjacency,
+            adjacency=adjacency,
             sampling=header.sampling,
             accountant=header.accountant,
             budget=header.epsilon[client],
             planned=plans[client],
             filter=(bound,) if events and (bound := filters[client]) else None,
-            rows_per_person=rows_of(header),
+            unit=unit,
         )
         for client, (events, name) in enumerate(zip(ledger.events, names, strict=True))
     ]

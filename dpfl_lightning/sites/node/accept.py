@@ -38,9 +38,8 @@ def site_of(settings: Settings, population: Population, client: int, key: bytes)
     """Return the public facts about a site, its records, and the key with which its node signs."""
     inputs, labels = population.empty_batch
     size, classes, features = population.num_records[client], population.num_classes, population.features
-    protects = settings.unit, settings.rows_per_person
     schema = population.form, population.schema
-    return Site(settings.name, size, classes, inputs, labels, features, public_key(key), *schema, *protects)
+    return Site(settings.name, size, classes, inputs, labels, features, public_key(key), *schema, settings.unit)
 
 
 class Offer(NamedTuple):
@@ -106,8 +105,9 @@ def offer_of(terms: Terms, state: StateFolder) -> Offer:
     stated = terms.plan.settings[client].num_records
     require(stated == site.num_records, "PLAN", f"state the {site.num_records} {site.unit}s of this site", stated)
     advice = "Refuse the plan: the limits of `dpfl node init` are on sums of this kind."
-    for key, planned in privacy_of(terms).items():
-        ours = getattr(settings, key, planned)
+    decided = {"adjacency": settings.adjacency, **settings.unit.options()}
+    for key, ours in decided.items():
+        planned = privacy_of(terms)[key]
         require(planned == ours, "PLAN", f"have the privacy.{key} of this site, {ours}", planned, advice)
     options, cost = _options(terms, settings), cost_of(terms, client).guarantee
     sizes, names = tuple(one.num_records for one in terms.plan.settings), client_names(terms.sites)

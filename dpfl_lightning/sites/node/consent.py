@@ -24,13 +24,14 @@ from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import (
     EXACT_SCORES,
     NOT_COVERED,
-    OTHER_CLIENTS,
     OTHER_RUNS,
     SCORED_RECORDS,
     Guarantee,
+    public_facts,
     released_words,
 )
 from dpfl_lightning.privacy.accounting.planned import Planned
+from dpfl_lightning.privacy.accounting.units import ID_KEY, Unit, unit_of
 from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.privacy.ledger.account_file import AccountFile, users_file
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -59,7 +60,7 @@ _STATED = "rounds", "privacy.epsilon", "privacy.delta"
 
 
 class Counts(NamedTuple):
-    """How many rows of a site train, are held out, and are there, and of how many persons if ids are known."""
+    """How many rows of a site train, are held out, and are there, and of how many ids if these are known."""
 
     training: str
     held_out: str
@@ -72,10 +73,10 @@ class Counts(NamedTuple):
 
         def words(*parts: Tensor) -> str:
             rows = counted(sum(map(len, parts)), "row")
-            if population.persons is None:
+            if population.unit_ids is None:
                 return rows
-            persons = {code for part in parts for code in population.persons[part].tolist()}
-            return f"{rows} of {counted(len(persons), 'person')}"
+            ids = {code for part in parts for code in population.unit_ids[part].tolist()}
+            return f"{rows} of {counted(len(ids), population.unit.group)}"
 
         return cls(words(train), words(held_out) if len(held_out) else "", words(train, held_out))
 
@@ -107,16 +108,13 @@ def site_plan(
     settings, plans, hashed = state.settings(), state.plans(), wire.digest(terms)
     client = client_of(terms, settings.name)
     planned, plan = cost_of(terms, client), terms.plan
-    cost = planned.guarantee
+    cost, unit = planned.guarantee, unit_of(privacy_of(terms))
     reserved = plans.get(hashed)
     strategies = ", ".join(name.partition(" ")[2] for name in plan.strategies)
     others = [_row(terms, other) for other in range(len(terms.sites)) if other != client]
     stated = len(others) > _MOST_SITES
     asked = contact or state.contact(hashed)
     since, changes = _changes(state, terms, client, asked)
-    clipped = f"each {cost.unit}'s gradient"
-    if cost.unit == "person":
-        clipped += f", the mean over at most {settings.rows_per_person} of the person's rows,"
     return SitePlan(
         site=settings.name,
         node=shlex.quote(str(state.path)),
@@ -130,7 +128,7 @@ def site_plan(
         no_contact="" if asked else _NO_CONTACT[0] + _NO_CONTACT[1] * (reserved is None),
         guarantee=cost,
         data=(
-            ("Training", counts.training if counts else counted(planned.num_records, cost.unit)),
+            ("Training", counts.training if counts else counted(planned.num_records, unit.name)),
             *_held_out(state, planned, counts),
             ("Columns", _columns(state.site())),
             ("Label", _label(state.site())),
@@ -141,16 +139,16 @@ def site_plan(
         others=others[:_MOST_SITES],
         more_others=f"{len(others) - _MOST_SITES:,} more are in the plan. " if stated else "",
         everywhere=_everywhere(terms, alone=not plans.keys() - {hashed}) if others else "",
-        uncovered=_uncovered(planned, counts, tables=bool(state.site().schema.get("columns"))),
+        uncovered=_uncovered(planned, unit, counts, tables=bool(state.site().schema.get("columns"))),
         totals=_totals(state, hashed, Reservation(cost.epsilon, cost.delta, client, 0), limits, terms),
         since=since,
         changes=changes,
-        files=_files(bool(state.site().schema.get("person")), _personal(plan.options.get("model"))),
+        files=_files(bool(state.site().schema.get(ID_KEY)), _personal(plan.options.get("model"))),
         num_sites=len(terms.sites),
         holds_out=counts is None or bool(counts.held_out),
         num_records=planned.num_records,
         run=f"{terms.run}, of {counted(len(terms.sites), 'site')}, at most {counted(plan.rounds, 'round')}; "
-        f"{clipped} is clipped to {plan.settings[client].clip_norm:g}",
+        f"{unit.clipped} is clipped to {plan.settings[client].clip_norm:g}",
         version=dpfl_lightning.__version__,
         accepted="" if reserved is None else reserved.accepted,
         spent="" if reserved is None else _spent(state, hashed),
@@ -166,10 +164,10 @@ def _stage(reserved: Reservation | None) -> str:
 
 
 def _columns(site: Site) -> str:
-    columns, person = (site.schema.get(name) for name in ("columns", "person"))
+    columns, ids = (site.schema.get(name) for name in ("columns", ID_KEY))
     if not columns:
         return f"none by name: records are numbers of shape {record_shape(site.inputs)}"
-    named = f" and {person}, which names persons" if isinstance(person, str) else ""
+    named = f" and {ids}, which names {site.unit.group}s" if isinstance(ids, str) else ""
     return f"{', '.join(map(str, columns))}; beside them only the label{named}"
 
 
@@ -193,7 +191,7 @@ def _model(model: Any, settings: Settings) -> str:
 
 def _row(terms: Terms, client: int) -> tuple[str, str, str]:
     site, settings = terms.sites[client], terms.plan.settings[client]
-    return site.name, f"{settings.num_records:,} {privacy_of(terms)['unit']}s", _in_words(*_budget(terms, client))
+    return site.name, f"{settings.num_records:,} {unit_of(privacy_of(terms))}s", _in_words(*_budget(terms, client))
 
 
 def _in_words(epsilon: float, delta: float) -> str:
@@ -207,11 +205,11 @@ def _budget(terms: Terms, client: int) -> tuple[float, float]:
 
 
 def _everywhere(terms: Terms, alone: bool) -> str:
-    """Return in words what is promised to a person at all sites of a plan; `alone` if the node has no other plan."""
+    """Return in words what is promised to one unit at all sites of a plan; `alone` if the node has no other plan."""
     budgets = [_budget(terms, client) for client in range(len(terms.sites))]
     epsilon, delta = (exact_sum([budget[place] for budget in budgets]) for place in (0, 1))
-    rows = "one record" if privacy_of(terms)["unit"] == "record" else "rows"
-    who = f"For a person with {rows} at each of the {len(budgets)} sites{', in all plans of this node,' * alone}"
+    whose, plans = unit_of(privacy_of(terms)).at_each_place, ", in all plans of this node," * alone
+    who = f"For {whose} at each of the {len(budgets)} sites{plans}"
     if not math.isfinite(epsilon):
         return f"{who} there is no bound."
     odds, cost = Odds.of(epsilon, delta, DIGITS), _in_words(epsilon, delta)
@@ -220,7 +218,7 @@ def _everywhere(terms: Terms, alone: bool) -> str:
 
 
 def _held_out(state: StateFolder, planned: ClientPlan, number: Counts | None) -> list[tuple[str, str]]:
-    """Return what held-out records are used for, what of them leaves, and how to ask about one person."""
+    """Return what held-out records are used for, what of them leaves, and how to ask about one id."""
     title = "Held out"
     if number is None:
         return [(title, "not counted, because the plan does not fit")]
@@ -235,9 +233,10 @@ def _held_out(state: StateFolder, planned: ClientPlan, number: Counts | None) ->
     )
     use = "No training uses them. They score models that the server sends, in general the final one."
     settings = state.settings()
-    named = bool(state.site().schema.get("person"))
+    named = bool(state.site().schema.get(ID_KEY))
     own, made = settings.config["data"]["class_path"], "dpfl_lightning.Population."
-    by = "person's id" if named else "record (equal records stay together)"
+    group = settings.unit.group
+    by = f"{group}'s id" if named else "record (equal records stay together)"
     if own is None:
         rule = "Rows are drawn by the seed, a number in the configuration of this site."
     else:
@@ -247,10 +246,10 @@ def _held_out(state: StateFolder, planned: ClientPlan, number: Counts | None) ->
             "run in the same way; who knows both can compute it, too."
         )
     ask = (
-        f"dpfl node status {shlex.quote(str(state.path))} --person tells it to the operator, and reads the id from the "
-        "keyboard, so that no history of commands keeps it."
+        f"dpfl node status {shlex.quote(str(state.path))} --{ID_KEY} tells it to the operator, and reads the id from "
+        "the keyboard, so that no history of commands keeps it."
         if named
-        else "The data name no persons, so no command tells it of one person; in Python, held_out_of of the "
+        else f"The data name no {group}s, so no command tells it of one {group}; in Python, held_out_of of the "
         "Population has the numbers of the rows."
     )
     return [
@@ -260,9 +259,9 @@ def _held_out(state: StateFolder, planned: ClientPlan, number: Counts | None) ->
     ]
 
 
-def _uncovered(planned: ClientPlan, counts: Counts | None, tables: bool) -> list[tuple[str, str]]:
+def _uncovered(planned: ClientPlan, unit: Unit, counts: Counts | None, tables: bool) -> list[tuple[str, str]]:
     """Return what the promise does not cover, and of each whether it leaves this site and what protects there."""
-    cost, number = planned.guarantee, counted(planned.num_records, planned.guarantee.unit)
+    cost, number = planned.guarantee, counted(planned.num_records, unit.name)
     none = counts is not None and not counts.held_out
     known = {
         SCORED_RECORDS: (
@@ -270,9 +269,9 @@ def _uncovered(planned: ClientPlan, counts: Counts | None, tables: bool) -> list
             "there are none" if none else "no: in this plan nothing of them is sent",
         ),
         EXACT_SCORES: ("exact scores on held-out records", "no: only noisy counts, which the promise covers"),
-        NOT_COVERED[1]: (
-            f"the number of {cost.unit}s in training, and all options",
-            f"yes: {number}, exactly: who knows all other {cost.unit}s can count, and so knows whether this one is "
+        public_facts(unit): (
+            f"the number of {unit}s in training, and all options",
+            f"yes: {number}, exactly: who knows all other {unit}s can count, and so knows whether this one is "
             "in the data; options hold no data",
         ),
         NOT_COVERED[2]: (
@@ -286,7 +285,7 @@ def _uncovered(planned: ClientPlan, counts: Counts | None, tables: bool) -> list
             "only when a reply comes, in fixed steps (--slot); errors are one of a few words",
         ),
         OTHER_RUNS: ("other studies on the same records", "section 5 adds up those of this node"),
-        OTHER_CLIENTS: ("what other sites send of the same person", "section 4 adds it up"),
+        **dict.fromkeys(unit.not_covered, (f"what other sites send of the same {unit}", "section 4 adds it up")),
     }
     return [known.get(gap, (gap, "-")) for gap in cost.not_covered if gap not in cost.caveats]
 
@@ -320,8 +319,8 @@ def _everywhere_ever(state: StateFolder, this: str, terms: Terms) -> list[tuple[
 
     None if there is no other plan, see `_everywhere`, or no other site.
     """
-    rows = "one record" if privacy_of(terms)["unit"] == "record" else "rows"
-    who = f"A person with {rows} at every site of every plan here (budgets added up)"
+    at_each = unit_of(privacy_of(terms)).at_each_place
+    who = f"{at_each[0].upper()}{at_each[1:]} at every site of every plan here (budgets added up)"
     accepted, budgets, alone = state.plans(), list[tuple[float, float]](), True
     if not accepted.keys() - {this}:
         return []
@@ -355,10 +354,10 @@ def _personal(model: Any) -> str:
     return ", and the personal parameters of the model without noise" * bool(given.get("personal_input"))
 
 
-def _files(of_persons: bool, personal: str) -> list[tuple[str, str, str, str]]:
-    """Return where a node leaves which files, what of one person they have, and whether to keep or delete each."""
+def _files(has_ids: bool, personal: str) -> list[tuple[str, str, str, str]]:
+    """Return where a node leaves which files, what of one unit they have, and whether to keep or delete each."""
     folder, node, account = "folder of the plan", "folder of the node", AccountFile(users_file())
-    ended, ids = "delete once the study has ended", " and of up to 256 ids" * of_persons
+    ended, ids = "delete once the study has ended", " and of up to 256 ids" * has_ids
     keep = "keep as long as ledger.jsonl"
     return [
         ("at the site", "the records", "all", "delete at any time: there is no copy, and without them no reply"),
@@ -474,7 +473,7 @@ def _times(before: float, now: float) -> str:
 
 def _compared(terms: Terms, client: int, site: Site, contact: str) -> dict[str, str]:
     """Return what of a plan is compared with another one, as texts; options, which the server wrote, as literals."""
-    plan, schedule, unit = terms.plan, terms.plan.schedule.clients[client], privacy_of(terms)["unit"]
+    plan, schedule, unit = terms.plan, terms.plan.schedule.clients[client], unit_of(privacy_of(terms))
     others = [_row(terms, other) for other in range(len(terms.sites)) if other != client]
     options = {
         f"option {name}": shortened(repr(value), _SHOWN)
@@ -497,7 +496,7 @@ def _compared(terms: Terms, client: int, site: Site, contact: str) -> dict[str, 
     }
 
 
-def _line_words(line: Planned, unit: str) -> str:
+def _line_words(line: Planned, unit: Unit) -> str:
     """Return releases of one kind in words."""
     event, times = line.event, f"{counted(line.count, 'release')} for {shortened(repr(line.purpose), _SHOWN)}"
     if not isinstance(event, NoisedEvent):

@@ -18,11 +18,12 @@ from dpfl_lightning.config.per_client import resolve
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.federated.client.identity import deciding_options
+from dpfl_lightning.privacy.accounting.units import RECORD, Relation
 from dpfl_lightning.sites.node.state import Settings
 
 #: keys of a configuration that a site decides; the plan decides all others
 _OF_A_SITE = {"seed", "clients.count", "model.class_path", "model.init_args"} | {
-    f"privacy.{name}" for name in ("epsilon", "delta", "adjacency", "noise_key", "unit", "rows_per_person")
+    f"privacy.{name}" for name in ("epsilon", "delta", "adjacency", "noise_key", *RECORD.options())
 }
 
 
@@ -48,8 +49,8 @@ def settings_of(options: Options, name: str, client: str | None = None) -> Setti
     config = {"seed": options.seed, "data": data, "clients": {"count": options.clients.count}, "privacy": None}
     model = deciding_options({"model": options.model})["model"]  # as a plan states it
     fixed = model.get("class_path"), model.get("init_args") or {}
-    protects = privacy.adjacency, privacy.unit, privacy.rows_per_person
-    return Settings(name, client or name, config, epsilon, delta, *protects, *fixed, privacy.noise_key)
+    relation = Relation.of(privacy)
+    return Settings(name, client or name, config, epsilon, delta, *relation, *fixed, privacy.noise_key)
 
 
 def _absolute(value: Any) -> Any:
@@ -63,7 +64,7 @@ def site_population(settings: Settings) -> tuple[Population, int]:
 
     Raises UserError if there is none, or it has several clients and none of the site's name.
     """
-    population = build_population(from_mapping(settings.config)).counting(settings.unit, settings.rows_per_person)
+    population = build_population(from_mapping(settings.config)).counting(settings.unit)
     names = [population.name_of(client) for client in range(population.num_clients)]
     if len(names) == 1:
         return population, 0

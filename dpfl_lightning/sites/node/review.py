@@ -6,8 +6,9 @@ import dataclasses
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.ids import ids_of
-from dpfl_lightning.data.persons import codes
+from dpfl_lightning.data.unit_ids import codes
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.privacy.accounting.units import ID_KEY
 from dpfl_lightning.reporting.site_page import SitePlan, without_exponents
 from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.sites import wire
@@ -38,23 +39,24 @@ def reviewed(state: StateFolder, terms: Terms, limits: tuple[float, float], cont
     return dataclasses.replace(plan, verdict=verdict, account=without_exponents(outlook))
 
 
-def place_of(population: Population, client: int, person: str) -> str:
-    """Return in words whether a person's rows at a client train or are held out.
+def place_of(population: Population, client: int, id: str) -> str:
+    """Return in words whether the rows of one id at a client train or are held out.
 
-    Raises UserError if the data name no persons.
+    Raises UserError if the data have no ids.
 
-    **Privacy** The answer is about one person: it is for the operator of the site alone.
+    **Privacy** The answer is about one id: it is for the operator of the site alone.
     """
-    advice = "Name the column of their ids: data.init_args.person of `dpfl node init`."
-    require(population.persons is not None, "--person", "be given for data that name persons", person, advice)
-    assert population.persons is not None  # for mypy
-    (code,) = codes(ids_of([person], 1, "--person"))
+    group, advice = population.unit.group, f"Name the column of their ids: data.init_args.{ID_KEY} of `dpfl node init`."
+    require(population.unit_ids is not None, f"--{ID_KEY}", f"be given for data that name {group}s", id, advice)
+    assert population.unit_ids is not None  # for mypy
+    (code,) = codes(ids_of([id], 1, f"--{ID_KEY}"))
     train, held_out = (
-        int((population.persons[rows] == code).sum())
+        int((population.unit_ids[rows] == code).sum())
         for rows in (population.train_of[client], population.held_out_of[client])
     )
+    name = f"{group.capitalize()} {id}"
     if held_out:
-        return f"Person {person}: held out, {counted(held_out, 'row')}. No training uses them."
+        return f"{name}: held out, {counted(held_out, 'row')}. No training uses them."
     if train:
-        return f"Person {person}: used for training, {counted(train, 'row')}."
-    return f"Person {person}: no row at this site."
+        return f"{name}: used for training, {counted(train, 'row')}."
+    return f"{name}: no row at this site."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from dpfl_lightning.config.reading import check_format, expecting, read_bytes, read_key
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import exact_sum
+from dpfl_lightning.privacy.accounting.units import RECORD, ROWS_KEY, Unit, unit_of
 from dpfl_lightning.privacy.compose import Keys, Line, compose
 from dpfl_lightning.privacy.ledger.file import is_begun
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -40,7 +41,7 @@ class Settings:
         client: whose records are served, if the data have several clients.
         config: the part of a configuration that says where the records are.
         epsilon_limit, delta_limit: on the sum over all accepted plans, under `adjacency`.
-        unit, rows_per_person: what the limits protect, see `PrivacyOptions`; a plan must have the same.
+        unit: what the limits protect; a plan must have the same.
         model: `module.Class` of the site's installation that plans may name as `model.class_path`; None allows the
             models of this package only.
         model_args: the `model.init_args` with which a plan may name it, and no others.
@@ -53,8 +54,7 @@ class Settings:
     epsilon_limit: float
     delta_limit: float
     adjacency: str = "add_remove"
-    unit: str = "record"
-    rows_per_person: int | None = None
+    unit: Unit = RECORD
     model: str | None = None
     model_args: Mapping[str, Any] = field(default_factory=dict)
     test_key: str | None = None
@@ -121,13 +121,13 @@ class StateFolder:
             write_text(self.path / "site.json", wire.to_text(site))
 
     def save(self, settings: Settings) -> None:
-        _write(self.path / "node.json", settings)
+        _write(self.path / "node.json", {**vars(settings), **settings.unit.options()})
 
     def settings(self) -> Settings:
         file = self.path / "node.json"
         must = "be the folder of a node"
         require(file.is_file(), "STATE_DIR", must, str(self.path), "Create it with `dpfl node init`.")
-        return _read(Settings, file, "the settings of a node")
+        return _read(_settings, file, "the settings of a node")
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         """Hold the one lock under which plans are accepted and withdrawn."""
@@ -252,14 +252,20 @@ class StateFolder:
         return after
 
     def _write(self, plan: str, reservation: Reservation) -> None:
-        _write(self.plan_folder(plan) / "reserved.json", reservation)
+        _write(self.plan_folder(plan) / "reserved.json", vars(reservation))
 
 
-def _write(file: Path, content: Settings | Reservation) -> None:
-    write_json(file, {"format": _FORMAT, **dataclasses.asdict(content)}, private=True)
+def _settings(**content: Any) -> Settings:
+    unit = unit_of(content)
+    del content[ROWS_KEY]
+    return Settings(**{**content, "unit": unit})
 
 
-def _read(kind: type[T], file: Path, what: str) -> T:
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    write_json(file, {"format": _FORMAT, **content}, private=True)
+
+
+def _read(kind: Callable[..., T], file: Path, what: str) -> T:
     with expecting(file, f"hold {what}", "Restore it from a copy."):
         content = parsed(read_bytes(file))
         check_format(file, content.pop("format", None), _FORMAT)

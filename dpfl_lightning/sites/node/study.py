@@ -99,7 +99,6 @@ class Study:
     ) -> None:
         self.clients, self._plan = clients, terms.plan
         self._num_classes, self._records = terms.sites[client].num_classes, terms.plan.settings[client].num_records
-        self._of_persons = clients.population.rows_per_person is not None
         self._score_every = score_every
         self._last = terms.plan.schedule.rounds + 1  # after the last round, too, a strategy may ask
         self._folder, self._releases = folder, folder / "releases"
@@ -234,7 +233,7 @@ class Study:
         named = job.parameters is None or set() < {*job.parameters} <= module.named_trainable.keys()
         counted = job.counts or not (job.most_records is None or job.most_records >= 1)
         fits = job.num_classes == self._num_classes and named and event.steps == 1 and not counted
-        fits = fits and not self._of_persons
+        fits = fits and not self.clients.unit.is_group
         if images is not None:
             rows = len(images.operations) == len(images.numbers) == job.num_classes
             numbers = all(len(row) == NUMBERS and all(0 <= one < 1 for one in row) for row in images.numbers)
@@ -255,7 +254,7 @@ class Study:
             raise NotPlanned("mechanism")
         try:
             query = ChargedQuery.of(question)
-            check_answerable(query, self._of_persons)
+            check_answerable(query, self.clients.unit)
             planned = event_of(query, client) == self._planned(query.purpose)
         except (TypeError, ValueError, UserError):
             raise NotPlanned("question") from None

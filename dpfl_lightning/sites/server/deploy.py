@@ -59,8 +59,8 @@ def server_population(options: Options, sites: Sequence[Site]) -> Population:
     protects another unit than the sites.
     """
     first, owners = sites[0], dict[str, str]()
-    for key in ("unit", "rows_per_person") if options.privacy else ():
-        ours, theirs = getattr(options.privacy, key), getattr(first, key)
+    for key, theirs in first.unit.options().items() if options.privacy else ():
+        ours = getattr(options.privacy, key)
         advice = "Sites state it by `dpfl node init`."
         require(ours == theirs, f"privacy.{key}", f"be that of site {first.name}, {theirs}", ours, advice)
     for site in sites:

@@ -41,8 +41,8 @@ class ReleasedScores(Strategy):
         every: number of rounds between two releases; null is one after the last planned round.
         bins: of predicted probability, equally wide in logits. More lose less of the AUROC, and have more noise.
 
-    **Privacy** Counts of held-out records, with noise for sensitivity 1, composed with the training of the client. With
-    `unit: person` each person counts once, by the mean of its rows.
+    **Privacy** Counts of held-out records, with noise for sensitivity 1, composed with the training of the client. Each
+    `privacy.unit` counts once, by the mean of its rows.
     """
 
     epsilon: Annotated[float, Interval(gt=0, le=1000)] | None = None

@@ -1,4 +1,4 @@
-"""The person of each record: ids stay with the client, and a run knows codes that hold no id."""
+"""The person, or another unit of several rows, of each record: ids stay with the client, and codes hold no id."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from torch.utils.data import DataLoader
 from dpfl_lightning.data.frames import Table, require_columns
 from dpfl_lightning.data.ids import alike, ids_of
 from dpfl_lightning.errors import require, warn_user
+from dpfl_lightning.privacy.accounting.units import ID_KEY
 
 NOBODY = -1  # the code of records that are of no client, such as a test set
 
 
 def ids_in(table: Table, column: str) -> list[str]:
     """Return the ids in a column of a table, as `ids_of`."""
-    require_columns(table.frame, [column], f"{table.key}: person")
+    require_columns(table.frame, [column], f"{table.key}: {ID_KEY}")
     return ids_of(table.frame[column], len(table.frame), f"{table.key}: {column}")
 
 
@@ -52,19 +53,19 @@ def attribute(records: Any, name: str) -> Any:
 
 
 def codes(ids: Sequence[str]) -> Tensor:
-    """Return the code of each record's person [n], int64 >= 0: a digest of the id, equal at sites and in simulation."""
-    return torch.from_numpy((_digests("person", ids) >> np.uint64(1)).astype(np.int64))
+    """Return the code of each record's id [n], int64 >= 0: a digest, equal at sites and in simulation."""
+    return torch.from_numpy((_digests(ID_KEY, ids) >> np.uint64(1)).astype(np.int64))
 
 
-def with_nobody(persons: Tensor, count: int) -> Tensor:
+def with_nobody(ids: Tensor, count: int) -> Tensor:
     """Return codes [count]: the given ones, followed by those of rows of no client."""
-    return torch.cat([persons, persons.new_full((count - len(persons),), NOBODY)])
+    return torch.cat([ids, ids.new_full((count - len(ids),), NOBODY)])
 
 
 def coins(ids: Sequence[str], seed: int) -> np.ndarray:
-    """Return one number in [0, 2^64) for each record `[n]`: a digest of its person and `seed`, and of nothing else.
+    """Return one number in [0, 2^64) for each record `[n]`: a digest of its id and `seed`, and of nothing else.
 
-    A person at several clients is held out at all of them or at none.
+    A unit at several clients is held out at all of them or at none.
     """
     return _digests(str(seed), ids)
 
@@ -76,7 +77,7 @@ def _digests(key: str, ids: Sequence[str]) -> np.ndarray:
     return np.frombuffer(each, ">u8").astype(np.uint64)[place]
 
 
-def check_test_persons(test_ids: Sequence[str] | None, ids: Sequence[Sequence[str]], is_held_out: np.ndarray) -> None:
+def check_test_ids(test_ids: Sequence[str] | None, ids: Sequence[Sequence[str]], is_held_out: np.ndarray) -> None:
     """Raise UserError if a person of the test set has a training record; warn if its persons are not given."""
     if test_ids is None:
         warn_user("the test set does not name persons: that none of them has training records is not checked")
@@ -88,11 +89,11 @@ def check_test_persons(test_ids: Sequence[str] | None, ids: Sequence[Sequence[st
 
 
 def in_groups(count: int, rows_of: Sequence[np.ndarray], each: int) -> Tensor:
-    """Return codes [count] of simulated persons: `each` successive rows of a client are one; other rows are nobody."""
-    persons = with_nobody(torch.empty(0, dtype=torch.long), count)
+    """Return codes [count] of made units: `each` successive rows of a client are one; other rows are nobody."""
+    ids = with_nobody(torch.empty(0, dtype=torch.long), count)
     for rows in rows_of:
-        persons[torch.from_numpy(rows)] = codes([str(place // each) for place in range(len(rows))])
-    return persons
+        ids[torch.from_numpy(rows)] = codes([str(place // each) for place in range(len(rows))])
+    return ids
 
 
 def cut(rows: np.ndarray, held_out: int, rng: np.random.Generator, each: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -104,43 +105,15 @@ def cut(rows: np.ndarray, held_out: int, rng: np.random.Generator, each: int = 1
     return rows[order[end:]], rows[order[:end]]
 
 
-def check_persons(
-    persons: Tensor, count: int, train_of: Sequence[Tensor], held_out_of: Sequence[Tensor], test: Tensor | None
+def check_ids(
+    ids: Tensor, count: int, train_of: Sequence[Tensor], held_out_of: Sequence[Tensor], test: Tensor | None
 ) -> None:
-    """Raise UserError unless persons are whole numbers [count] and none has training and other records."""
-    fits = persons.dtype == torch.long and persons.shape == (count,)
-    require(fits, "Population.persons", f"have one code for each of the {count} rows", tuple(persons.shape))
-    on_test = persons[test] if test is not None else persons[:0]
+    """Raise UserError unless ids are whole numbers [count] and none has training and other records."""
+    fits = ids.dtype == torch.long and ids.shape == (count,)
+    require(fits, "Population.unit_ids", f"have one code for each of the {count} rows", tuple(ids.shape))
+    on_test = ids[test] if test is not None else ids[:0]
     for train, held_out in zip(train_of, held_out_of, strict=True):
-        others = torch.cat([persons[held_out], on_test])
-        apart = not bool(torch.isin(persons[train], others).any()) and bool((persons[train] >= 0).all())
-        must = "have each person on one side of a split, and one for each training record"
-        require(apart, "Population.persons", must, "persons of both, or none")
-
-
-def chosen_rows(rows: Tensor, persons: Tensor, most: int, key: bytes) -> Tensor:
-    """Return at most so many of the `rows` `[n]` of each of a client's persons, by their codes `persons` `[n]`.
-
-    The result is `[number of persons, most]` in the order of the codes, filled up with -1. Of a person with more rows
-    those are chosen whose places among its rows have the smallest digests with the secret `key`.
-
-    **Guarantees** The rows of a person depend on its code, its rows and the key alone.
-
-    >>> chosen_rows(torch.tensor([10, 11, 12, 13]), torch.tensor([7, 5, 7, 7]), most=2, key=b"secret")
-    tensor([[11, -1],
-            [12, 13]])
-    """
-    codes, person = np.unique(persons.numpy(), return_inverse=True)
-    order = np.argsort(person, kind="stable")
-    counts = np.bincount(person, minlength=len(codes))
-    found = np.full((len(codes), most), -1, dtype=np.int64)
-    for number, own in enumerate(np.split(rows.numpy()[order], counts.cumsum()[:-1]) if len(codes) else ()):
-        if len(own) > most:
-            digests = [_place_digest(int(codes[number]), place, key) for place in range(len(own))]
-            own = own[np.sort(np.argsort(digests)[:most])]
-        found[number, : len(own)] = own
-    return torch.from_numpy(found)
-
-
-def _place_digest(code: int, place: int, key: bytes) -> bytes:
-    return hashlib.blake2b(f"{code},{place}".encode(), key=key, digest_size=16).digest()
+        others = torch.cat([ids[held_out], on_test])
+        apart = not bool(torch.isin(ids[train], others).any()) and bool((ids[train] >= 0).all())
+        must = "have each id on one side of a split, and one for each training record"
+        require(apart, "Population.unit_ids", must, "ids of both, or none")
