@@ -8,12 +8,17 @@ import itertools
 import operator
 import os
 import random
+import struct
 import sys
 import weakref
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
 from io import IOBase
 from types import (
     BuiltinMethodType,
@@ -149,6 +154,7 @@ class Walk(dict[int, Any]):
 
     def __init__(self, seen: Mapping[int, Any] | None = None) -> None:
         super().__init__(seen or {})
+        self._order = {key: place for place, key in enumerate(self)}
         self.kept: list[object] = []  # so that no other object gets its id
         self._tables: dict[int, dict[Any, Any]] = {}
         self._spaces: dict[int, MappingProxyType[str, Any]] = {}  # of classes
@@ -157,6 +163,15 @@ class Walk(dict[int, Any]):
         self._parts: dict[object, Callable[[], Iterable[object]]] = {}
         self._numbers: dict[object, tuple[Callable[[], object], object]] = {}
         self._in_place: dict[int, Tensor] = {}  # of which versions are compared
+
+    def join(self, value: object) -> None:
+        """Note that the walk has seen an object."""
+        self._order.setdefault(id(value), len(self._order))
+        self[id(value)] = value
+
+    def again(self, value: object) -> tuple[str, int]:
+        """Return the place in the walk of an object that it has seen: another one in its place is a change."""
+        return "seen", self._order[id(value)]
 
     def table(self, table: dict[Any, Any]) -> None:
         """Note a dictionary, and attributes of a subclass."""
@@ -170,7 +185,11 @@ class Walk(dict[int, Any]):
 
     def function(self, function: FunctionType, names: Iterable[str]) -> None:
         self._functions[id(function)] = function
-        self._names.setdefault(id(function.__globals__), (function.__globals__, {}))[1].update(dict.fromkeys(names))
+        self.variables(function.__globals__, names)
+
+    def variables(self, variables: dict[str, Any], names: Iterable[str]) -> None:
+        """Note variables of a file, which may be there or not."""
+        self._names.setdefault(id(variables), (variables, {}))[1].update(dict.fromkeys(names))
 
     def parts(self, key: object, read: Callable[[], Iterable[object]]) -> None:
         """Note what returns the parts of an object, always in the same order."""
@@ -281,7 +300,8 @@ class Kept:
             for name, part in (owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)])
         ]
         modules = [part for _, part in parts if isinstance(part, nn.Module)]
-        seen.update({id(one): one for part in modules for one in (part, *_large(part))})
+        for one in (one for part in modules for one in (part, *_large(part))):
+            seen.join(one)
         for module in modules:
             for name, table in vars(module).items():
                 if isinstance(table, dict) and (name in _OF_TORCH or name.endswith("_hooks")):
@@ -300,6 +320,7 @@ class Kept:
             prefix = f"{name}." if name else ""
             found[f"{prefix}slots"] = _of_slots(part, seen)
             found[f"{prefix}names"] = (*part._parameters, None, *part._buffers, None, *part._modules)
+            found[f"{prefix}modules"] = tuple(one and seen.again(one) for one in part._modules.values())
             for key, one in (*part._parameters.items(), *part._buffers.items()):
                 if one is not None:
                     found[f"{prefix}{key} as an object"] = _as_an_object(one, seen)
@@ -365,37 +386,44 @@ def _content(value: Any, seen: Walk) -> object:
         return repr(value)
     if isinstance(value, Tensor):
         if id(value) in seen:
-            return seen.version(value)
+            return seen.version(value), seen.again(value)
         seen.kept.append(value)
         seen.tensors([value])
         return seen.number(id(value), functools.partial(_numbers, value)), _as_an_object(value, seen)
-    state, held = _kind(type(value))
+    state, held, hides = _kind(type(value))
     if state is not None:
         seen.kept.append(value)
-        return seen.number(id(value), functools.partial(_content_of_state, state, value, Walk(seen)))
+        found = seen.number(id(value), functools.partial(_content_of_state, state, value, Walk(seen)))
+        if id(value) in seen:
+            return found, seen.again(value)
+        seen.join(value)
+        return found, _of_subclass(value, seen), _content(value(), seen) if isinstance(value, weakref.ref) else None
     if isinstance(value, np.ndarray) and value.dtype != object:
         seen.kept.append(value)
         return seen.number(id(value), functools.partial(_of_array, value)), _of_subclass(value, seen)
     if isinstance(value, bytearray):
         seen.kept.append(value)
-        return seen.number(id(value), lambda: repr(value))
+        return seen.number(id(value), lambda: bytes(value)), _of_subclass(value, seen)
     if isinstance(value, type):
-        return repr(value), _content(_of_class(value, seen), seen)
+        return _Itself(value), _content(_of_class(value, seen), seen)
     if isinstance(value, ModuleType):
-        return repr(value)
+        return (_Itself(value),)
     if id(value) in seen:
-        return None
-    if isinstance(value, str | bytes | int | float | complex):  # of a subclass, such as a member of an enum
-        seen[id(value)] = value
-        return repr(value), _of_subclass(value, seen)
-    seen[id(value)] = value  # kept, so that no other object gets its id
+        return seen.again(value)
+    seen.join(value)  # kept, so that no other object gets its id
+    if (own := next((one for one in _VALUES if issubclass(type(value), one)), None)) is not None:
+        number = own.__repr__(value) if own is not np.generic else (value.dtype, value.tobytes())
+        return type(value), number, _of_subclass(value, seen)
     if isinstance(value, Mapping):
         if isinstance(value, dict):
             seen.table(value)
         if not isinstance(value, dict) or isinstance(value, OrderedDict):
             seen.parts(id(value), lambda: itertools.chain.from_iterable(_items(value)))
-        entries = ((_key(key, seen), _content(one, seen)) for key, one in _items(value))
-        return *entries, _of_subclass(value, seen)
+        default = [value.default_factory] if isinstance(value, defaultdict) else []
+        if default:
+            seen.parts((id(value), "default"), lambda: [value.default_factory])
+        entries = [(_key(key, seen), _content(one, seen)) for key, one in _items(value)]
+        return *entries, _of_subclass(value, seen), *(_content(one, seen) for one in default)
     if isinstance(value, list | tuple | deque | np.ndarray):
         if not isinstance(value, tuple):
             seen.parts(id(value), lambda: value)
@@ -415,10 +443,45 @@ def _content(value: Any, seen: Walk) -> object:
     else:
         seen.parts((id(value), "held"), lambda: [type(value), *_values_of(value, held)])
     parts = {name: _content(getattr(value, name, None), seen) for name in held}
+    memory = seen.number((id(value), "memory"), functools.partial(_in_memory, value, Walk(seen))) if hides else None
     if isinstance(value, FunctionType):
         parts |= {f"its {name}": repr(getattr(value, name)) for name in _NAMED} | _referred(value, seen)
         parts["its code"] = id(value.__code__)
-    return type(value), tuple(parts.items()), _content(_of_class(type(value), seen), seen)
+    return type(value), memory, tuple(parts.items()), _content(_of_class(type(value), seen), seen)
+
+
+@dataclass(frozen=True, eq=False)
+class _Itself:
+    """An object that equals itself alone; it is kept, so that no other one gets its id."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.value is self.value
+
+    def __repr__(self) -> str:
+        return f"{id(self.value)}"
+
+
+def _in_memory(value: Any, seen: Walk) -> object:
+    """Return what can be compared of an object whose memory no attribute shows: what a copy needs, or itself.
+
+    Only classes of Python, NumPy and torch are asked for what a copy needs: others could run a user's code.
+    """
+    ways = type(value).__reduce_ex__, type(value).__reduce__
+    known = {str(getattr(one, "__module__", "")).partition(".")[0] for one in type(value).__mro__} <= _LIBRARIES
+    if known and not any(isinstance(one, FunctionType) for one in ways):
+        with suppress(Exception):  # it has no copies
+            return _content(value.__reduce_ex__(4), Walk(seen))
+    return (_Itself(value),)
+
+
+def _hides(kind: type) -> bool:
+    """Return whether objects of a class have memory of which neither slots nor a dictionary show anything."""
+    words = (
+        len({*_slots(kind)} - {"__dict__", "__weakref__"}) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    )
+    return kind.__itemsize__ > 0 or kind.__basicsize__ > object.__basicsize__ + words * _WORD
 
 
 def _of_array(value: np.ndarray[Any, Any]) -> object:
@@ -455,6 +518,9 @@ _BUILT_IN = frozenset(  # classes whose instances have no attributes of their ow
 )
 _TEXTUAL = frozenset({str, bytes, int, bool, float, complex})
 _TEXTUAL_IDS = frozenset(map(id, _TEXTUAL))  # a metaclass may say that a class equals another
+#: classes whose objects never change: another value is another object
+_VALUES: tuple[type, ...] = (*_TEXTUAL, np.generic, Decimal, timedelta, range, torch.device)
+_WORD = struct.calcsize("P")
 
 
 def _numbers(tensor: Tensor) -> tuple[object, ...]:
@@ -465,19 +531,20 @@ def _content_of_state(state: Callable[[Any], object], value: Any, seen: Walk) ->
     return type(value), _content(state(value), Walk(seen))
 
 
-def _kind(kind: type) -> tuple[Callable[[Any], object] | None, tuple[str, ...]]:
-    """Return what gives the state of objects of a class, if there is such a function, and the attributes that hold it.
+def _kind(kind: type) -> tuple[Callable[[Any], object] | None, tuple[str, ...], bool]:
+    """Return what gives the state of objects of a class, if anything does, the attributes that hold it, and if it hides.
 
     It is known by its id, because a class may say that it equals another.
     """
     if id(kind) not in _KINDS:
         state = next((of for one, of in _STATES.items() if issubclass(kind, one)), None)
-        held = next((names for one, names in _HELD.items() if issubclass(kind, one)), ("__dict__", *_slots(kind)))
-        _KINDS[id(kind)] = kind, state, held
+        held = next((names for one, names in _HELD.items() if issubclass(kind, one)), ())
+        hides = not held and _hides(kind)
+        _KINDS[id(kind)] = kind, state, held or ("__dict__", *_slots(kind)), hides
     return _KINDS[id(kind)][1:]
 
 
-_KINDS: dict[int, tuple[type, Callable[[Any], object] | None, tuple[str, ...]]] = {}
+_KINDS: dict[int, tuple[type, Callable[[Any], object] | None, tuple[str, ...], bool]] = {}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -615,6 +682,9 @@ _STATES: dict[type, Callable[[Any], object]] = {
     CoroutineType: lambda one: (*_of_frame(one.cr_frame), one.cr_await),
     np.random.SeedSequence: lambda one: one.state,
     weakref.ref: lambda one: id(one()),
+    ContextVar: lambda one: one.get(None),
+    functools._lru_cache_wrapper: lambda one: _used(one.cache_info),
+    np.void: lambda one: (one.dtype, one.item() if one.dtype.hasobject else one.tobytes()),
     torch.UntypedStorage: lambda one: hash(bytes(one)) if len(one) <= _COPIED else len(one),
 }
 #: what holds the state of objects without a dictionary of attributes
@@ -622,11 +692,11 @@ _HELD: dict[type, tuple[str, ...]] = {
     FunctionType: ("__closure__", "__defaults__", "__kwdefaults__", "__annotations__", "__dict__"),
     CellType: ("cell_contents",),
     MethodType: ("__self__", "__func__"),
-    BuiltinMethodType: ("__self__",),
+    BuiltinMethodType: ("__self__", "__name__"),
     functools.partial: ("func", "args", "keywords", "__dict__"),
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
-    property: ("fget", "fset"),
+    property: ("fget", "fset", "fdel"),
     BaseException: ("args", "__cause__", "__context__", "__dict__"),
 }
 
@@ -646,7 +716,7 @@ def _of_class(kind: type, seen: Walk) -> dict[str, Any]:
     """Attributes of a class and of its bases, unless they belong to Python or a library of this package."""
     if id(kind) in seen:
         return {}
-    seen[id(kind)] = kind
+    seen.join(kind)
     line = [*reversed(inspect.getmro(type(kind))), *reversed(kind.__mro__)]
     users = [one for one in line if str(one.__module__).partition(".")[0] not in _LIBRARIES]
     for one in users:
