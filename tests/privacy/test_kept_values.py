@@ -1,7 +1,7 @@
 """Whatever kind of object a model keeps, another value of it after a pass is noticed, and an equal one is none."""
 
-import array
 import argparse
+import array
 import collections
 import contextvars
 import datetime
@@ -17,9 +17,11 @@ import types
 import weakref
 from dataclasses import dataclass
 
+import kept_elsewhere
 import numpy as np
 import pytest
 import torch
+from kept_elsewhere import METER, count
 from torch import nn
 
 from dpfl_lightning.errors import UserError
@@ -57,8 +59,11 @@ RECORD = np.dtype([("a", np.float32), ("b", np.int64)])
 CONTEXT, LOCAL = contextvars.ContextVar("kept", default=0), threading.local()
 
 
-def weak(number, boxes={0: Box(0), 1: Box(1)}):  # noqa: B006
-    return weakref.ref(boxes[number])
+BOXES = Box(0), Box(1)
+
+
+def weak(number):
+    return weakref.ref(BOXES[number])
 
 
 #: what makes an object of a number, 0 or 1
@@ -195,3 +200,80 @@ def test_a_number_of_numpy_that_weights_turn_on_ends_the_run(kind, way):
     assert reason.startswith(way)
     with pytest.raises(UserError, match="must keep nothing of a pass for the next one, got `value`"):
         clipped_sum(params, X, Y, ClipRequest(1.0))
+
+
+class Meter:
+    def __init__(self):
+        self.total, self.inner = 0.0, Box(0.0)
+
+
+NAMESPACE, LISTED, SHARED = argparse.Namespace(a=0.0), collections.UserList([0.0]), Meter()
+PART = functools.partial(print, d={"a": 0.0})
+THREAD, SLOTS, FREE, TEACHER = threading.local(), Slotted(), Meter(), nn.BatchNorm1d(6, affine=False)
+THREAD.value = SLOTS.value = 0.0
+
+
+class InGlobals(Keeping):
+    """Weights turn on code that keeps a number in variables of its own file and of others."""
+
+    def forward(self, x):
+        if self.first.weight.detach().abs().max() > 20:
+            self.kept()
+        return self.first(x)
+
+
+def global_keepers():
+    def in_namespace(self):
+        NAMESPACE.a += 1
+
+    def in_user_list(self):
+        LISTED[0] += 1
+
+    def in_thread(self):
+        THREAD.value += 1
+
+    def in_slots(self):
+        SLOTS.value += 1
+
+    def in_partial(self):
+        PART.keywords["d"]["a"] += 1
+
+    def in_inner_object(self):
+        SHARED.inner.value += 1
+
+    def in_model(self):
+        TEACHER.running_mean = TEACHER.running_mean + 1
+
+    def in_object_of_another_file(self):
+        kept_elsewhere.METER.total += 1
+
+    def in_imported_object(self):
+        METER.update(1.0)
+
+    def in_variable_of_another_file(self):
+        kept_elsewhere.TOTAL += 1
+
+    def by_function_of_another_file(self):
+        count()
+
+    return [one for one in locals().values()]
+
+
+@pytest.mark.parametrize("keeper", global_keepers(), ids=lambda one: one.__name__)
+def test_what_is_kept_in_variables_of_files_ends_the_run(keeper):
+    kind = type("Kind", (InGlobals,), {"kept": keeper})
+    net = kind(None)
+    clipped_sum, reason = clipped_sum_for(net, None, X[:0], Y[:0])
+    params = {name: 100 * p.detach() for name, p in net.named_parameters()}
+    assert reason.startswith("vmap")
+    with pytest.raises(UserError, match="must keep nothing of a pass for the next one"):
+        clipped_sum(params, X, Y, ClipRequest(1.0))
+
+
+def test_variables_of_a_file_that_stay_are_no_change():
+    NAMESPACE.table = [*range(100)]
+    net = type("Kind", (InGlobals,), {"kept": lambda self: (NAMESPACE, SHARED, TEACHER, kept_elsewhere, LISTED, PART)})(
+        None
+    )
+    kept = Kept([net])
+    assert kept._walk.is_current() and not kept.changed()

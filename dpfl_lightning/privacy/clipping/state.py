@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
 from io import IOBase
+from pathlib import Path
 from types import (
     BuiltinMethodType,
     CellType,
@@ -31,7 +32,6 @@ from types import (
     MappingProxyType,
     MethodType,
     ModuleType,
-    SimpleNamespace,
 )
 from typing import Any, TypeVar
 
@@ -345,7 +345,9 @@ class Kept:
 
 _OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
 _MADE_ANEW = frozenset({"_flat_weights", "_flat_weight_refs"})  # of recurrent layers, by `Watch.check` after each pass
-_COLLECTIONS = (list, dict, set, deque, bytearray, np.ndarray, SimpleNamespace)
+_COLLECTIONS = (list, dict, set, deque, bytearray, np.ndarray)
+#: modules of Python with classes whose objects hold what a user puts into them
+_HOLDERS = frozenset({"argparse", "collections", "types", "_thread", "threading"})
 
 
 def _large(part: nn.Module) -> list[Tensor]:
@@ -412,18 +414,17 @@ def _content(value: Any, seen: Walk) -> object:
         return seen.again(value)
     seen.join(value)  # kept, so that no other object gets its id
     if (own := next((one for one in _VALUES if issubclass(type(value), one)), None)) is not None:
-        number = own.__repr__(value) if own is not np.generic else (value.dtype, value.tobytes())
+        number: object = own.__repr__(value) if own is not np.generic else (value.dtype, value.tobytes())  # type: ignore[call-arg]
         return type(value), number, _of_subclass(value, seen)
     if isinstance(value, Mapping):
         if isinstance(value, dict):
             seen.table(value)
         if not isinstance(value, dict) or isinstance(value, OrderedDict):
             seen.parts(id(value), lambda: itertools.chain.from_iterable(_items(value)))
-        default = [value.default_factory] if isinstance(value, defaultdict) else []
-        if default:
-            seen.parts((id(value), "default"), lambda: [value.default_factory])
+        default = operator.attrgetter("default_factory") if isinstance(value, defaultdict) else _nothing
+        seen.parts((id(value), "default"), lambda: [default(value)])
         entries = [(_key(key, seen), _content(one, seen)) for key, one in _items(value)]
-        return *entries, _of_subclass(value, seen), *(_content(one, seen) for one in default)
+        return *entries, _of_subclass(value, seen), _content(default(value), seen)
     if isinstance(value, list | tuple | deque | np.ndarray):
         if not isinstance(value, tuple):
             seen.parts(id(value), lambda: value)
@@ -444,6 +445,7 @@ def _content(value: Any, seen: Walk) -> object:
         seen.parts((id(value), "held"), lambda: [type(value), *_values_of(value, held)])
     parts = {name: _content(getattr(value, name, None), seen) for name in held}
     memory = seen.number((id(value), "memory"), functools.partial(_in_memory, value, Walk(seen))) if hides else None
+    memory = value.__name__ if isinstance(value, BuiltinMethodType) else memory
     if isinstance(value, FunctionType):
         parts |= {f"its {name}": repr(getattr(value, name)) for name in _NAMED} | _referred(value, seen)
         parts["its code"] = id(value.__code__)
@@ -482,6 +484,10 @@ def _hides(kind: type) -> bool:
         len({*_slots(kind)} - {"__dict__", "__weakref__"}) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     )
     return kind.__itemsize__ > 0 or kind.__basicsize__ > object.__basicsize__ + words * _WORD
+
+
+def _nothing(value: object) -> None:
+    return None
 
 
 def _of_array(value: np.ndarray[Any, Any]) -> object:
@@ -532,7 +538,7 @@ def _content_of_state(state: Callable[[Any], object], value: Any, seen: Walk) ->
 
 
 def _kind(kind: type) -> tuple[Callable[[Any], object] | None, tuple[str, ...], bool]:
-    """Return what gives the state of objects of a class, if anything does, the attributes that hold it, and if it hides.
+    """Return what gives the state of objects of a class, if any, attributes that hold it, and if memory hides it.
 
     It is known by its id, because a class may say that it equals another.
     """
@@ -553,39 +559,90 @@ def _names_of(code: CodeType) -> tuple[str, ...]:
 
 
 def _referred(function: FunctionType, seen: Walk) -> dict[str, object]:
-    """Return the contents of what a user's function refers to in its own file: numbers, tensors, functions, classes."""
+    """Return the contents of what a user's function refers to in files of users: numbers, functions, classes."""
     if function.__module__.partition(".")[0] in _LIBRARIES:
         return {}
     found: dict[str, object] = {}
-    names, globals_ = _names_of(function.__code__), function.__globals__
+    names, spaces = _names_of(function.__code__), [function.__globals__]
     seen.function(function, names)
-    for name in names:
-        value = globals_[name] if name in globals_ else sys.modules.get(name) if name in _OF_MODULES else None
-        if isinstance(value, ModuleType):
-            if (state := _OF_MODULES.get(value.__name__)) is not None:
+    for space in spaces:  # files that the function's file imports join
+        seen.variables(space, names)
+        for name in names:
+            value = space[name] if name in space else sys.modules.get(name) if name in _OF_MODULES else None
+            if not isinstance(value, ModuleType):
+                found[f"{len(spaces)} {name}"] = _of_variable(value, function.__module__, seen)
+            elif (state := _OF_MODULES.get(value.__name__)) is not None:
                 found[name] = seen.number(value.__name__, state)
-        elif isinstance(value, FunctionType) and value.__module__ == function.__module__:
-            found[name] = _content(value, seen)
-        elif isinstance(value, type) and value.__module__ == function.__module__:
-            found[name] = _content(_of_class(value, seen), seen)
-        elif (info := getattr(value, "cache_info", None)) is not None:
-            found[name] = seen.number((id(value), "cache"), functools.partial(_used, info))
-        elif isinstance(value, Iterator) or _kind(type(value))[0] is not None:
-            found[name] = _content(value, seen)
-        elif type(value).__module__ == function.__module__ and not isinstance(value, nn.Module):
-            found[name] = seen.number((id(value), "object"), functools.partial(_numbers_of_object, value))
-        elif value is None or type(value) in _TEXTUAL:
-            found[name] = repr(value)  # another one would be another object
-        elif not isinstance(value, FunctionType | type | nn.Module):
-            found[name] = _numbers_in(value), *(_content(one, seen) for one in _functions_in(value))
-            _note_collections(value, seen)
+            elif _is_users(value.__name__) and not any(vars(value) is one for one in spaces):
+                spaces.append(vars(value))
     return found
 
 
-def _functions_in(value: Any) -> Iterator[FunctionType]:
-    """Yield the functions in a collection of a file."""
+def _of_variable(value: Any, file: str, seen: Walk) -> object:
+    """Return what can be compared of a variable to which a function of a file refers."""
+    home = str(getattr(value if isinstance(value, FunctionType | type) else type(value), "__module__", ""))
+    of_users = home == file or _is_users(home)
+    if isinstance(value, FunctionType | type):
+        content = value if isinstance(value, FunctionType) else _of_class(value, seen) if of_users else None
+        return (_content(content, seen), _Itself(value)) if of_users else None
+    if isinstance(value, nn.Module):
+        return _of_model(value, seen)
+    if value is None or type(value) in _TEXTUAL:
+        return repr(value)  # another one would be another object
+    if isinstance(value, Iterator) or _kind(type(value))[0] is not None:
+        return _content(value, seen)
+    own = getattr(value, "__dict__", None)
+    for one in (value, own) if of_users else (value,):
+        _note_collections(one, seen)
+    methods = _content(_of_class(type(value), seen), seen) if of_users else None
+    return _numbers_in(value), _numbers_in(own) if of_users else None, methods, *_functions_of(value, seen)
+
+
+def _of_model(model: nn.Module, seen: Walk) -> object:
+    """Return what tells whether a model that is no part of the trained one changes: tensors count by their versions."""
+    found: list[object] = []
+    for part in (one for one in model.modules() if id(one) not in seen):
+        seen.join(part)
+        attributes = {name: one for name, one in vars(part).items() if name not in (*_OF_TORCH, *_MADE_ANEW)}
+        for table in (vars(part), part._parameters, part._buffers, part._modules):
+            seen.table(table)
+        for one in (*part._parameters.values(), *part._buffers.values()):
+            found.append(one if one is None else (seen.version(one), id(one)))
+        _note_collections(attributes, seen)
+        found += [_numbers_in(attributes), _content(_of_class(type(part), seen), seen)]
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_users(module: str) -> bool:
+    """Return whether a module is a file of a user, not of Python, of this package or installed."""
+    file = str(getattr(sys.modules.get(module), "__file__", ""))
+    return module.partition(".")[0] not in _LIBRARIES and not {"site-packages", "dist-packages"} & {*Path(file).parts}
+
+
+def _held_by(value: Any) -> Any:
+    """Return what an object holds that stands for it, of a user's class or of Python's own holders of attributes."""
+    kind = type(value)
+    if kind is functools.partial:
+        return (value.func, value.args, value.keywords)
+    if isinstance(value, (*_COLLECTIONS, frozenset, tuple, Mapping, Tensor, nn.Module, type, FunctionType, ModuleType)):
+        return value
+    if kind.__module__ in _HOLDERS or _is_users(kind.__module__):
+        return {
+            **(getattr(value, "__dict__", None) or {}),
+            **{name: getattr(value, name, None) for name in _slots(kind)},
+        }
+    return value
+
+
+def _functions_of(value: Any, seen: Walk) -> Iterator[object]:
+    """Yield the contents of functions in a collection of a file."""
+    if isinstance(value, functools.partial):
+        yield _content(value.func, seen)
     if isinstance(value, dict | list | tuple | set | frozenset) and len(value) <= _MOST_ENTRIES:
-        yield from (one for one in (value.values() if isinstance(value, dict) else value) if type(one) is FunctionType)
+        for one in value.values() if isinstance(value, dict) else value:
+            if type(one) is FunctionType:
+                yield _content(one, seen)
 
 
 def _note_collections(value: Any, seen: Walk, depth: int = 0) -> None:
@@ -593,16 +650,16 @@ def _note_collections(value: Any, seen: Walk, depth: int = 0) -> None:
     if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.dtype.hasobject is False):
         seen.kept.append(value)
         seen.number((id(value), "numbers"), functools.partial(_numbers_in, value))
-    if isinstance(value, SimpleNamespace):
-        value = vars(value)
-    if depth > _MOST_LEVELS or not isinstance(value, (*_COLLECTIONS, tuple, Mapping)) or len(value) > _MOST_ENTRIES:
+    held = _held_by(value)
+    if depth > _MOST_LEVELS or not isinstance(held, (*_COLLECTIONS, tuple, Mapping)) or len(held) > _MOST_ENTRIES:
         return
     seen.kept.append(value)
 
     def entries() -> Iterable[Any]:
-        if isinstance(value, Mapping):
-            return itertools.chain.from_iterable(_items(value))
-        return sorted(value, key=id) if isinstance(value, set | frozenset) else value
+        held = _held_by(value)
+        if isinstance(held, Mapping):
+            return itertools.chain.from_iterable(_items(held))
+        return sorted(held, key=id) if isinstance(held, set | frozenset) else held
 
     seen.parts((id(value), "entries"), entries)
     for one in entries():
@@ -612,10 +669,6 @@ def _note_collections(value: Any, seen: Walk, depth: int = 0) -> None:
 
 def _used(cache_info: Callable[[], Any]) -> tuple[int, int]:
     return cache_info().currsize, cache_info().misses
-
-
-def _numbers_of_object(value: Any) -> object:
-    return _numbers_in(getattr(value, "__dict__", None)), _numbers_in(value)  # it may be a collection
 
 
 def _of_numpy() -> int:
@@ -640,8 +693,7 @@ def _numbers_in(value: Any, depth: int = 0) -> object:
         return repr(value)
     if isinstance(value, np.ndarray) and value.dtype != object:
         return value.shape, hash(value.tobytes())
-    if isinstance(value, SimpleNamespace):
-        value = vars(value)
+    value = _held_by(value)
     if depth > _MOST_LEVELS or not isinstance(value, (*_COLLECTIONS, tuple, Mapping)) or len(value) > _MOST_ENTRIES:
         return id(value)
     if isinstance(value, Mapping):
@@ -692,7 +744,7 @@ _HELD: dict[type, tuple[str, ...]] = {
     FunctionType: ("__closure__", "__defaults__", "__kwdefaults__", "__annotations__", "__dict__"),
     CellType: ("cell_contents",),
     MethodType: ("__self__", "__func__"),
-    BuiltinMethodType: ("__self__", "__name__"),
+    BuiltinMethodType: ("__self__",),
     functools.partial: ("func", "args", "keywords", "__dict__"),
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
