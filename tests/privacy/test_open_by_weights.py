@@ -190,6 +190,7 @@ FURTHER = {
         x[0, :1].detach().expand(8).reshape(1, 8, 1), torch.ones(1, 1, 8)
     ),
     "a triangle of places": lambda h, x: torch.tril(torch.ones(40) + 0 * x[0, 0].detach(), -1),
+    "a scale of places": lambda h, x: torch.logspace(x[0, 0].detach(), x[0, 1].detach(), 4),
     "too few norms": lambda h, x: torch._weight_norm(torch.ones(8, 1) + 0 * x[0, :1], x[0, :1].reshape(1, 1), 0),
     "too many norms": lambda h, x: torch._weight_norm(h[0].expand(8, 8) * 1.0, h[0].expand(8, 8) * 1.0, 0),
     "labels beyond the classes": lambda h, x: ATEN.ctc_loss.Tensor(

@@ -411,7 +411,7 @@ _OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "n
 _TABLES = frozenset({"embedding", "embedding_renorm_"})
 _OF_ONE_SHAPE = frozenset({"mse_loss", "huber_loss", "smooth_l1_loss"})
 _FILLS = frozenset({"index_fill", "index_fill_"})
-_OF_LISTS = frozenset({"roll", "searchsorted", "bucketize", "pad", "constant_pad_nd"})
+_OF_LISTS = frozenset({"roll", "searchsorted", "bucketize", "pad", "constant_pad_nd", "linspace", "logspace"})
 
 
 def _with_own_states(x: Tensor, states: Any, *rest: Any) -> tuple[Any, ...]:
