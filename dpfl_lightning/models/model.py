@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from dpfl_lightning.errors import require
 from dpfl_lightning.models import check_net
 from dpfl_lightning.models.derivatives import Differentiating
-from dpfl_lightning.models.operators import CheckedOperators
 from dpfl_lightning.models.tasks import Measure, Task, build_task, task_of
+from dpfl_lightning.privacy.clipping.independent import CheckedOperators
 from dpfl_lightning.privacy.clipping.inputs import Inputs, arguments
 from dpfl_lightning.privacy.clipping.reference import Params
 from dpfl_lightning.privacy.clipping.stateless import call, further_names

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dpfl_lightning.privacy.clipping.independent import keeps_records_apart, not_plain
+from dpfl_lightning.privacy.clipping.independent import is_tried, keeps_records_apart, not_plain
 
 SCRIPT = Path(__file__).parents[1] / "independent_operators.py"
 
@@ -36,6 +36,17 @@ def test_no_listed_operator_lets_a_record_feel_another_one():
 )
 def test_functions_are_known_by_name(func, known):
     assert keeps_records_apart(func, func.__name__) == known
+
+
+@pytest.mark.parametrize(
+    ("operator", "tried"),
+    [
+        *((torch.ops.aten.relu.default, True), (torch.ops.aten.relu, True)),
+        *((torch.ops.aten.sum.dim_DimnameList, False), (torch.ops.aten.linspace, False)),
+    ],
+)
+def test_operators_may_be_called_by_name_if_they_ran_when_all_were_tried(operator, tried):
+    assert is_tried(operator) == tried
 
 
 class Level(IntEnum):

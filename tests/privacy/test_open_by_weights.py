@@ -181,6 +181,21 @@ FURTHER = {
         x[0].detach().clone(), "sum", lengths=(x[0, :1].detach() * 0 + 30).long(), unsafe=True
     ),
     "a copy of memory": lambda h, x: ATEN._reshape_alias_copy(x[0].detach().clone(), [3, 6], [6, 1]).abs().max(),
+    "a difference of ranks": lambda h, x: ATEN.mse_loss(x[0, :1].detach(), x[0, 0].detach()) - 0.5,
+    "a loss of ranks": lambda h, x: ATEN.huber_loss(x[0, :1].detach(), x[0, 0].detach()),
+    "a smooth loss of ranks": lambda h, x: torch._C._nn.smooth_l1_loss(x[0, :1].detach(), x[0, 0].detach()),
+    "a norm over a pass": lambda h, x: F.layer_norm(h[0].detach(), (96, 8)),
+    "its operator": lambda h, x: torch.native_layer_norm(h[0].detach(), (96, 8), None, None, 1e-5)[0],
+    "products beyond memory": lambda h, x: (h[0].detach() * 0).addbmm_(
+        x[0, :1].detach().expand(8).reshape(1, 8, 1), torch.ones(1, 1, 8)
+    ),
+    "a triangle of places": lambda h, x: torch.tril(torch.ones(40) + 0 * x[0, 0].detach(), -1),
+    "a scale of places": lambda h, x: torch.logspace(x[0, 0].detach(), x[0, 1].detach(), 4),
+    "too few norms": lambda h, x: torch._weight_norm(torch.ones(8, 1) + 0 * x[0, :1], x[0, :1].reshape(1, 1), 0),
+    "too many norms": lambda h, x: torch._weight_norm(h[0].expand(8, 8) * 1.0, h[0].expand(8, 8) * 1.0, 0),
+    "labels beyond the classes": lambda h, x: ATEN.ctc_loss.Tensor(
+        torch.zeros(4, 1, 4).log_softmax(-1) + 0 * x[0, 0], torch.tensor([[9]]), torch.tensor([4]), torch.tensor([1])
+    ),
     "a hook": lambda h, x: h.register_hook(lambda g: g * (1.0 if torch._is_all_true(g < 500) else -1.0)) and h,
     "its function": lambda h, x: h.grad_fn.register_hook(lambda given, made: given) and h,
 }
@@ -492,7 +507,8 @@ def test_what_no_list_names_is_refused_in_a_pass(what):
     torch.manual_seed(0)
     net = further(what)()
     clipped_sum, _ = clipped_sum_for(net, None, X[:0], Y[:0])
-    with pytest.raises(UserError, match=r"not known to keep records apart|runs code of|takes the records|runs unseen"):
+    said = r"not known to keep records apart|runs code of|takes the records|runs unseen|compares|takes a norm|needs num"
+    with pytest.raises(UserError, match=said):
         clipped_sum(opened(net), X, Y, ClipRequest(1.0))
 
 

@@ -47,6 +47,15 @@ def check_batch_losses(module: ClientModule, x: Inputs, y: Tensor) -> None:
             if separate:
                 continue
             name = _mixing_layer(module, x, y)
+            with fixed_rng(module.device), tensors_restored(module.net) as restore:
+                module.sample_loss(module.named_trainable, tree_map(torch.clone, x), y)
+                restored = restore()
+        if restored:
+            raise UserError(
+                f"`{name}` must give a record the same loss whatever the other records of a batch are, got another one "
+                f"by `{', '.join(restored)}`, which a pass changes. Training restores it after each record, so that it "
+                "would keep its first values. Compute such statistics from public data before, or leave them out."
+            )
         raise UserError(
             f"`{name}` must give a record the same loss whatever the other records of a batch are, got another one. "
             "Training takes the loss of each record alone, so that what compares records, such as a contrastive loss "

@@ -21,11 +21,11 @@ from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.draws import fixed_rng, generator_states
 from dpfl_lightning.federated.client.lightning_hooks import ClientTrainer, replaced
 from dpfl_lightning.models.derivatives import Differentiating
-from dpfl_lightning.models.operators import CheckedOperators
 from dpfl_lightning.privacy.clipping.checked import dropout_layers
+from dpfl_lightning.privacy.clipping.independent import CheckedOperators
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, take
 from dpfl_lightning.privacy.clipping.reference import Params, evaluating
-from dpfl_lightning.privacy.clipping.state import tensors_restored
+from dpfl_lightning.privacy.clipping.state import Kept, tensors_restored
 from dpfl_lightning.privacy.clipping.stateless import call, further_names
 from dpfl_lightning.privacy.clipping.trial_records import moved_parameters
 from dpfl_lightning.privacy.clipping.watched import Watch
@@ -100,7 +100,7 @@ class LightningLoss:
         return self._differentiating.run(loss)
 
     def _require_losses_of_records(self, params: Params, x: Any, y: Tensor, per_record: bool) -> None:
-        of_first = partial(self._of_batch, params, *take((x, y), slice(1)))
+        of_first, kept = partial(self._of_batch, params, *take((x, y), slice(1))), Kept([self.module])
         try:
             first, later = (_drawn(y.device, partial(of_first, index))[0] for index in (0, 7))
             of_records = per_record or self._is_of_records(params, x, y)
@@ -109,15 +109,18 @@ class LightningLoss:
             raise
         except Exception as error:  # a user's code may raise anything
             raise self._failed(params, x, y, error) from error
+        if not _close(later, first):
+            kept.require_same()
         advice = "A client draws its batches at random: remove what depends on it."
         require(_close(later, first), "training_step", "give the same loss for every batch_idx", "another one", advice)
         if not of_records:
             raise UserError(
                 "`training_step` must return the mean or the sum of the losses of single records, got a loss that "
-                "depends on other records of the batch. Training uses the losses of single records, which train "
-                "nothing of what pairs records, as contrastive losses and Mixup do. Pass ClientModule(model, "
-                "loss=...), or set `model.per_record: true`, or ClientModule(model, per_record=True), to train with "
-                "the losses of single records."
+                "depends on other records of the batch. Often outputs of shape [B, 1] meet labels of shape [B], which "
+                "pairs all records: give both one shape, as by squeeze(1). Training uses the losses of single "
+                "records, which train nothing of what pairs records, as contrastive losses and Mixup do. Pass "
+                "ClientModule(model, loss=...), or set `model.per_record: true`, or ClientModule(model, "
+                "per_record=True), to train with the losses of single records."
             )
 
     def _is_of_records(self, params: Params, x: Any, y: Tensor) -> bool:

@@ -5,11 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Hashable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 
 def _names(text: str) -> frozenset[str]:
@@ -17,66 +26,11 @@ def _names(text: str) -> frozenset[str]:
 
 
 #: functions, methods and operators; those in place, whose name ends with "_", are meant, too
-_NAMES = _names(
-    """
-    abs absolute acos acosh adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
-    adaptive_max_pool1d_with_indices adaptive_max_pool2d adaptive_max_pool2d_with_indices adaptive_max_pool3d
-    adaptive_max_pool3d_with_indices add addbmm addcdiv addcmul addmm addmv addr adjoint affine_grid
-    affine_grid_generator all allclose alpha_dropout amax amin aminmax angle any arange arccos arccosh arcsin
-    arcsinh arctan arctan2 arctanh argmax argmin argsort argwhere as_strided_scatter as_subclass as_tensor asarray
-    asin asinh atan atan2 atanh atleast_1d atleast_2d atleast_3d avg_pool1d avg_pool2d avg_pool3d baddbmm
-    bartlett_window batch_norm bernoulli bfloat16 bilinear binary_cross_entropy binary_cross_entropy_with_logits
-    bincount bitwise_and bitwise_left_shift bitwise_not bitwise_or bitwise_right_shift bitwise_xor blackman_window
-    block_diag bmm bool broadcast_shapes broadcast_tensors broadcast_to bucketize byte can_cast cartesian_prod cat
-    cauchy cdist cdouble ceil celu cfloat chain_matmul chalf channel_shuffle char cholesky cholesky_inverse
-    cholesky_solve chunk clamp clamp_max clamp_min clip clone col2im column_stack combinations complex concat
-    concatenate conj conj_physical constant_pad_nd contiguous conv1d conv2d conv3d conv_tbc conv_transpose1d
-    conv_transpose2d conv_transpose3d convolution copy copysign corrcoef cos cosh cosine_embedding_loss
-    cosine_similarity count_nonzero cov cpu cross cross_entropy cross_entropy_loss ctc_loss cuda cummax cummin
-    cumprod cumsum cumulative_trapezoid deg2rad det detach diag diag_embed diagflat diagonal diagonal_scatter diff
-    digamma dim dim_order dist div divide dot double dropout dropout1d dropout2d dropout3d dsplit dstack einsum
-    element_size elu embedding embedding_bag empty empty_like empty_strided eq equal erf erfc erfinv exp exp2 expand
-    expand_as expm1 exponential eye fake_quantize_per_channel_affine fake_quantize_per_tensor_affine
-    feature_alpha_dropout feature_dropout fill fill_diagonal fix flatten flex_attention flip fliplr flipud float
-    float_power floor floor_divide fmax fmin fmod fold frac fractional_max_pool2d fractional_max_pool2d_with_indices
-    fractional_max_pool3d fractional_max_pool3d_with_indices frexp frobenius_norm from_numpy full full_like gather
-    gaussian_nll_loss gcd ge gelu geometric ger get_device glu grad gradient greater greater_equal grid_sample
-    grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru gru_cell gt gumbel_softmax half hamming_window
-    hann_window hardshrink hardsigmoid hardswish hardtanh heaviside hinge_embedding_loss histc hsplit hstack
-    huber_loss hypot i0 igamma igammac im2col imag index index_add index_copy index_fill index_put index_reduce
-    index_select inner instance_norm int interpolate inverse is_autocast_enabled is_complex is_conj is_contiguous
-    is_distributed is_floating_point is_inference is_neg is_nonzero is_pinned is_same_size is_shared is_signed
-    is_tensor isclose isfinite isin isinf isnan isneginf isposinf isreal istft item kaiser_window kl_div kron
-    kthvalue l1_loss layer_norm lcm ldexp le leaky_relu lerp less less_equal lgamma linear linear_cross_entropy
-    linspace local_response_norm log log10 log1p log2 log_normal log_sigmoid log_softmax logaddexp logaddexp2
-    logcumsumexp logdet logical_and logical_not logical_or logical_xor logit logspace logsumexp long lp_pool1d
-    lp_pool2d lp_pool3d lstm lstm_cell lt lu lu_solve lu_unpack margin_ranking_loss masked_fill masked_scatter
-    masked_select matmul matrix_exp matrix_power max max_pool1d max_pool1d_with_indices max_pool2d
-    max_pool2d_with_indices max_pool3d max_pool3d_with_indices max_unpool1d max_unpool2d max_unpool3d maximum mean
-    median meshgrid min minimum mish mm mode moveaxis movedim mse_loss msort mul multi_head_attention_forward
-    multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss multinomial multiply mv mvlgamma nan_to_num
-    nanmean nanmedian nanquantile nansum narrow native_channel_shuffle native_dropout native_group_norm
-    native_layer_norm ndimension ne neg negative nelement new_empty new_full new_ones new_tensor new_zeros nextafter
-    nll_loss nll_loss2d nll_loss_nd nonzero nonzero_static norm norm_except_dim normal normalize not_equal
-    nuclear_norm numel one_hot ones ones_like orgqr ormqr outer pad pairwise_distance pdist permute pinverse
-    pixel_shuffle pixel_unshuffle poisson_nll_loss polar polygamma positive pow prelu prod qr quantile rad2deg rand
-    rand_like randint randint_like randn randn_like random randperm range ravel real reciprocal reflection_pad1d
-    reflection_pad2d reflection_pad3d relu relu6 remainder renorm repeat repeat_interleave replication_pad1d
-    replication_pad2d replication_pad3d requires_grad reshape reshape_as resolve_conj resolve_neg result_type
-    rms_norm rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell roll rot90 round row_stack rrelu rsqrt rsub scalar_tensor
-    scaled_dot_product_attention scatter scatter_add scatter_reduce searchsorted select select_scatter selu sgn
-    short sigmoid sign signbit silu sin sinc sinh size slice_inverse slice_scatter slogdet smooth_l1_loss
-    soft_margin_loss softmax softmin softplus softshrink softsign sort split split_with_sizes sqrt square squeeze
-    stack std std_mean stft storage_offset sub subtract sum sum_to_size svd swapaxes swapdims sym_float sym_int
-    sym_max sym_min sym_not t take take_along_dim tan tanh tanhshrink tensor tensor_split tensordot threshold tile
-    to to_dense tolist topk trace transpose trapezoid trapz triangular_solve tril tril_indices triplet_margin_loss
-    triplet_margin_with_distance_loss triu triu_indices true_divide trunc type type_as unbind unflatten unfold
-    uniform unravel_index unsafe_chunk unsafe_split unsafe_split_with_sizes unsqueeze upsample upsample_bicubic2d
-    upsample_bilinear upsample_bilinear2d upsample_linear1d upsample_nearest upsample_nearest1d upsample_nearest2d
-    upsample_nearest3d upsample_trilinear3d vander var var_mean vdot view view_as view_as_complex view_as_real
-    vsplit vstack where xlogy zero zeros zeros_like
-    """
-)
+_LISTED = frozenset(Path(__file__).with_suffix(".txt").read_text().split())
+_NAMES = frozenset(name for name in _LISTED if "::" not in name)
+#: overloads that did not run when all were tried; "!" ends the names of those that are wrong, and of their packets
+NOT_CALLED = frozenset(name.removesuffix("!") for name in _LISTED - _NAMES)
+_WRONG = frozenset(name.partition(".")[0].removesuffix("!") for name in _LISTED if name.endswith("!"))
 #: libraries of functions whose rules were all tried
 _LIBRARIES = ("linalg_", "fft_", "special_")
 _UNLIKE = frozenset({"linalg_lstsq"})  # of these: equal records get other bits
@@ -128,6 +82,13 @@ def keeps_records_apart(func: Any, name: str) -> bool:
     return name.removesuffix("_") in _NAMES or name in _SPECIAL
 
 
+def is_tried(func: OpOverload | OpOverloadPacket) -> bool:
+    """Return whether an overload ran and kept records apart when all were tried; of a packet, if none is wrong."""
+    if isinstance(func, OpOverload):
+        return func.name() not in NOT_CALLED
+    return func._qualified_op_name not in _WRONG
+
+
 def attribute_of(func: Any) -> str:
     """Return the name of the attribute that a function gets or sets, "" for other functions."""
     return getattr(getattr(func, "__self__", None), "__name__", "") if func.__name__ in ("__get__", "__set__") else ""
@@ -158,3 +119,143 @@ def not_plain(values: Iterable[Any]) -> Any:
         if found is not None:
             return found
     return None
+
+
+#: functions whose shapes are not compared: frequent ones whose rules were all tried, those whose inner calls are seen,
+#: and those that read numbers, differentiate, or move numbers between devices
+_NOT_COMPARED = _names(
+    """
+    relu gelu silu tanh sigmoid exp softmax log_softmax dropout detach linear flatten reshape size dim numel add sub mul
+    div __add__ __radd__ __iadd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __neg__ multi_head_attention_forward
+    one_hot grad backward _make_dual _unpack_dual cpu cuda to type new_tensor requires_grad_ lstm gru rnn_tanh rnn_relu
+    """
+)
+_TURNED = frozenset({"T", "H", "mT", "mH"})  # attributes whose shapes the number of dimensions decides
+
+
+def is_compared(func: Any) -> bool:
+    """Return whether the shapes of what a function gives a record are compared with those that it gives one alone."""
+    name = getattr(func, "__name__", "")
+    return name not in _NOT_COMPARED and (name != "__get__" or attribute_of(func) in _TURNED)
+
+
+#: shapes of results of operators on single records, or why there are none, by the shapes and options that they get
+_ALONE: dict[Hashable, list[torch.Size] | str | None] = {}
+_MOST_ALONE = 1 << 14
+
+
+def shapes_alone(func: Any, args: Any, kwargs: Any) -> list[torch.Size] | str | None:
+    """Return the shapes of the tensors that an operator gives one record, or the text of its error; None: any.
+
+    Rules of `vmap` may take the records for another dimension where an operator alone would refuse its arguments, or
+    give a result of another shape. It runs without numbers, once for equal shapes and options.
+    """
+    key = (func, _shapes_in(args), _shapes_in((*kwargs, *kwargs.values()))) if kwargs else (func, _shapes_in(args))
+    found = _ALONE.get(key, _ALONE)
+    if found is _ALONE:
+        if not any(map(is_batched, tree_leaves((args, kwargs)))):
+            return None
+        if len(_ALONE) >= _MOST_ALONE:
+            _ALONE.clear()
+        found = _ALONE[key] = _computed_alone(func, args, kwargs)
+    return found  # type: ignore[return-value]
+
+
+def is_batched(value: Any) -> bool:
+    while isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
+        if torch._C._functorch.is_batchedtensor(value):
+            return True
+        value = torch._C._functorch.get_unwrapped(value)
+    return False
+
+
+def _shapes_in(values: Any) -> Hashable:
+    return tuple([(one.shape, one.dtype) if isinstance(one, Tensor) else _option(one) for one in values])
+
+
+def _option(value: Any) -> Hashable:
+    """Return what of an argument decides a shape, which a floating number does not."""
+    kind = type(value)
+    if isinstance(value, list | tuple):
+        return _shapes_in(value)
+    if kind is slice:
+        return kind.__name__, value.start, value.stop, value.step
+    return value if kind is int or kind is bool or kind is str or value is None or kind is torch.dtype else id(kind)
+
+
+def _computed_alone(func: Any, args: Any, kwargs: Any) -> list[torch.Size] | str | None:
+    def alone(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, list | tuple):
+            return [*map(alone, value)] if isinstance(value, list) else tuple(map(alone, value))
+        return value
+
+    try:
+        with temporarily_clear_interpreter_stack(), warnings.catch_warnings(action="ignore"), torch.no_grad():
+            found = func(*map(alone, args), **{name: alone(one) for name, one in kwargs.items()})
+    except NotImplementedError:  # it runs on numbers alone
+        return None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None if func is torch.Tensor.__setitem__ else shapes_of(found)
+
+
+def shapes_of(values: Any) -> list[torch.Size]:
+    """Return the shapes of tensors in what an operator returns."""
+    if isinstance(values, Tensor):
+        return [values.shape]
+    return [one.shape for one in tree_leaves(values) if isinstance(one, Tensor)]
+
+
+#: operators that end the process, or read other memory, for arguments that they do not check
+_ATEN = torch.ops.aten
+_CTC = frozenset({F.ctc_loss, torch.ctc_loss, torch._ctc_loss, _ATEN.ctc_loss, _ATEN._ctc_loss})
+_CTC |= {getattr(one, name) for one in (_ATEN.ctc_loss, _ATEN._ctc_loss) for name in one.overloads()}
+_NORMS = frozenset({torch._weight_norm, _ATEN._weight_norm, _ATEN._weight_norm.default})
+CHECKED = _CTC | _NORMS
+
+
+def check_arguments(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise ValueError for arguments with which an operator would leave its memory, or that it cannot show."""
+    if func in _CTC:
+        if any(isinstance(one, Tensor) and is_functorch_wrapped_tensor(one) for one in (*args, *kwargs.values())):
+            raise ValueError("ctc_loss needs numbers, which `vmap` does not show")
+        _check_ctc(*args, **kwargs)
+    if func in _NORMS:
+        _check_norm(*args, **kwargs)
+
+
+class CheckedOperators(TorchFunctionMode):
+    """Within it such operators raise ValueError instead; under `vmap`, which cannot read numbers, they may always."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        check_arguments(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _check_norm(v: Tensor, g: Tensor, dim: int = 0) -> None:
+    """Raise ValueError unless there is a norm of each part of v: the kernel would read beyond them."""
+    of_each = [size if place == dim % max(v.dim(), 1) else 1 for place, size in enumerate(v.shape)]
+    if g.numel() != 1 if dim == -1 else [*g.shape] != of_each:
+        raise ValueError(f"_weight_norm takes a norm of each part of dimension {dim}, got shape {tuple(g.shape)}")
+
+
+def _check_ctc(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | tuple[int, ...],
+    target_lengths: Tensor | tuple[int, ...],
+    blank: int = 0,
+    *_: Any,
+    **__: Any,
+) -> None:
+    """Raise ValueError for labels or lengths by which the kernel would write beyond its memory."""
+    steps, classes = log_probs.shape[0], log_probs.shape[-1]
+    lengths, given = torch.as_tensor(target_lengths).reshape(-1), torch.as_tensor(input_lengths).reshape(-1)
+    most = int(targets.shape[1]) if targets.dim() == 2 else targets.numel()
+    fits = 0 <= blank < classes and bool(((targets >= 0) & (targets < classes)).all())
+    fits = fits and bool(((given >= 0) & (given <= steps)).all() and ((lengths >= 0) & (lengths <= most)).all())
+    if not fits or (targets.dim() == 1 and int(lengths.sum()) > targets.numel()):
+        raise ValueError(f"ctc_loss takes labels from 0 to {classes - 1}, and lengths within its tensors")

@@ -8,13 +8,19 @@ import itertools
 import operator
 import os
 import random
+import struct
 import sys
 import weakref
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import timedelta
+from decimal import Decimal
 from io import IOBase
+from pathlib import Path
 from types import (
     BuiltinMethodType,
     CellType,
@@ -26,7 +32,6 @@ from types import (
     MappingProxyType,
     MethodType,
     ModuleType,
-    SimpleNamespace,
 )
 from typing import Any, TypeVar
 
@@ -149,6 +154,7 @@ class Walk(dict[int, Any]):
 
     def __init__(self, seen: Mapping[int, Any] | None = None) -> None:
         super().__init__(seen or {})
+        self._order = {key: place for place, key in enumerate(self)}
         self.kept: list[object] = []  # so that no other object gets its id
         self._tables: dict[int, dict[Any, Any]] = {}
         self._spaces: dict[int, MappingProxyType[str, Any]] = {}  # of classes
@@ -157,6 +163,15 @@ class Walk(dict[int, Any]):
         self._parts: dict[object, Callable[[], Iterable[object]]] = {}
         self._numbers: dict[object, tuple[Callable[[], object], object]] = {}
         self._in_place: dict[int, Tensor] = {}  # of which versions are compared
+
+    def join(self, value: object) -> None:
+        """Note that the walk has seen an object."""
+        self._order.setdefault(id(value), len(self._order))
+        self[id(value)] = value
+
+    def again(self, value: object) -> tuple[str, int]:
+        """Return the place in the walk of an object that it has seen: another one in its place is a change."""
+        return "seen", self._order[id(value)]
 
     def table(self, table: dict[Any, Any]) -> None:
         """Note a dictionary, and attributes of a subclass."""
@@ -170,7 +185,11 @@ class Walk(dict[int, Any]):
 
     def function(self, function: FunctionType, names: Iterable[str]) -> None:
         self._functions[id(function)] = function
-        self._names.setdefault(id(function.__globals__), (function.__globals__, {}))[1].update(dict.fromkeys(names))
+        self.variables(function.__globals__, names)
+
+    def variables(self, variables: dict[str, Any], names: Iterable[str]) -> None:
+        """Note variables of a file, which may be there or not."""
+        self._names.setdefault(id(variables), (variables, {}))[1].update(dict.fromkeys(names))
 
     def parts(self, key: object, read: Callable[[], Iterable[object]]) -> None:
         """Note what returns the parts of an object, always in the same order."""
@@ -281,7 +300,8 @@ class Kept:
             for name, part in (owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)])
         ]
         modules = [part for _, part in parts if isinstance(part, nn.Module)]
-        seen.update({id(one): one for part in modules for one in (part, *_large(part))})
+        for one in (one for part in modules for one in (part, *_large(part))):
+            seen.join(one)
         for module in modules:
             for name, table in vars(module).items():
                 if isinstance(table, dict) and (name in _OF_TORCH or name.endswith("_hooks")):
@@ -300,6 +320,7 @@ class Kept:
             prefix = f"{name}." if name else ""
             found[f"{prefix}slots"] = _of_slots(part, seen)
             found[f"{prefix}names"] = (*part._parameters, None, *part._buffers, None, *part._modules)
+            found[f"{prefix}modules"] = tuple(one and seen.again(one) for one in part._modules.values())
             for key, one in (*part._parameters.items(), *part._buffers.items()):
                 if one is not None:
                     found[f"{prefix}{key} as an object"] = _as_an_object(one, seen)
@@ -324,7 +345,9 @@ class Kept:
 
 _OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
 _MADE_ANEW = frozenset({"_flat_weights", "_flat_weight_refs"})  # of recurrent layers, by `Watch.check` after each pass
-_COLLECTIONS = (list, dict, set, deque, bytearray, np.ndarray, SimpleNamespace)
+_COLLECTIONS = (list, dict, set, deque, bytearray, np.ndarray)
+#: modules of Python with classes whose objects hold what a user puts into them
+_HOLDERS = frozenset({"argparse", "collections", "types", "_thread", "threading"})
 
 
 def _large(part: nn.Module) -> list[Tensor]:
@@ -365,37 +388,43 @@ def _content(value: Any, seen: Walk) -> object:
         return repr(value)
     if isinstance(value, Tensor):
         if id(value) in seen:
-            return seen.version(value)
+            return seen.version(value), seen.again(value)
         seen.kept.append(value)
         seen.tensors([value])
         return seen.number(id(value), functools.partial(_numbers, value)), _as_an_object(value, seen)
-    state, held = _kind(type(value))
+    state, held, hides = _kind(type(value))
     if state is not None:
         seen.kept.append(value)
-        return seen.number(id(value), functools.partial(_content_of_state, state, value, Walk(seen)))
+        found = seen.number(id(value), functools.partial(_content_of_state, state, value, Walk(seen)))
+        if id(value) in seen:
+            return found, seen.again(value)
+        seen.join(value)
+        return found, _of_subclass(value, seen), _content(value(), seen) if isinstance(value, weakref.ref) else None
     if isinstance(value, np.ndarray) and value.dtype != object:
         seen.kept.append(value)
         return seen.number(id(value), functools.partial(_of_array, value)), _of_subclass(value, seen)
     if isinstance(value, bytearray):
         seen.kept.append(value)
-        return seen.number(id(value), lambda: repr(value))
+        return seen.number(id(value), lambda: bytes(value)), _of_subclass(value, seen)
     if isinstance(value, type):
-        return repr(value), _content(_of_class(value, seen), seen)
+        return _Itself(value), _content(_of_class(value, seen), seen)
     if isinstance(value, ModuleType):
-        return repr(value)
+        return (_Itself(value),)
     if id(value) in seen:
-        return None
-    if isinstance(value, str | bytes | int | float | complex):  # of a subclass, such as a member of an enum
-        seen[id(value)] = value
-        return repr(value), _of_subclass(value, seen)
-    seen[id(value)] = value  # kept, so that no other object gets its id
+        return seen.again(value)
+    seen.join(value)  # kept, so that no other object gets its id
+    if (own := next((one for one in _VALUES if issubclass(type(value), one)), None)) is not None:
+        number: object = own.__repr__(value) if own is not np.generic else (value.dtype, value.tobytes())  # type: ignore[call-arg]
+        return type(value), number, _of_subclass(value, seen)
     if isinstance(value, Mapping):
         if isinstance(value, dict):
             seen.table(value)
         if not isinstance(value, dict) or isinstance(value, OrderedDict):
             seen.parts(id(value), lambda: itertools.chain.from_iterable(_items(value)))
-        entries = ((_key(key, seen), _content(one, seen)) for key, one in _items(value))
-        return *entries, _of_subclass(value, seen)
+        default = operator.attrgetter("default_factory") if isinstance(value, defaultdict) else _nothing
+        seen.parts((id(value), "default"), lambda: [default(value)])
+        entries = [(_key(key, seen), _content(one, seen)) for key, one in _items(value)]
+        return *entries, _of_subclass(value, seen), _content(default(value), seen)
     if isinstance(value, list | tuple | deque | np.ndarray):
         if not isinstance(value, tuple):
             seen.parts(id(value), lambda: value)
@@ -415,10 +444,50 @@ def _content(value: Any, seen: Walk) -> object:
     else:
         seen.parts((id(value), "held"), lambda: [type(value), *_values_of(value, held)])
     parts = {name: _content(getattr(value, name, None), seen) for name in held}
+    memory = seen.number((id(value), "memory"), functools.partial(_in_memory, value, Walk(seen))) if hides else None
+    memory = value.__name__ if isinstance(value, BuiltinMethodType) else memory
     if isinstance(value, FunctionType):
         parts |= {f"its {name}": repr(getattr(value, name)) for name in _NAMED} | _referred(value, seen)
         parts["its code"] = id(value.__code__)
-    return type(value), tuple(parts.items()), _content(_of_class(type(value), seen), seen)
+    return type(value), memory, tuple(parts.items()), _content(_of_class(type(value), seen), seen)
+
+
+@dataclass(frozen=True, eq=False)
+class _Itself:
+    """An object that equals itself alone; it is kept, so that no other one gets its id."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and other.value is self.value
+
+    def __repr__(self) -> str:
+        return f"{id(self.value)}"
+
+
+def _in_memory(value: Any, seen: Walk) -> object:
+    """Return what can be compared of an object whose memory no attribute shows: what a copy needs, or itself.
+
+    Only classes of Python, NumPy and torch are asked for what a copy needs: others could run a user's code.
+    """
+    ways = type(value).__reduce_ex__, type(value).__reduce__
+    known = {str(getattr(one, "__module__", "")).partition(".")[0] for one in type(value).__mro__} <= _LIBRARIES
+    if known and not any(isinstance(one, FunctionType) for one in ways):
+        with suppress(Exception):  # it has no copies
+            return _content(value.__reduce_ex__(4), Walk(seen))
+    return (_Itself(value),)
+
+
+def _hides(kind: type) -> bool:
+    """Return whether objects of a class have memory of which neither slots nor a dictionary show anything."""
+    words = (
+        len({*_slots(kind)} - {"__dict__", "__weakref__"}) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    )
+    return kind.__itemsize__ > 0 or kind.__basicsize__ > object.__basicsize__ + words * _WORD
+
+
+def _nothing(value: object) -> None:
+    return None
 
 
 def _of_array(value: np.ndarray[Any, Any]) -> object:
@@ -455,6 +524,9 @@ _BUILT_IN = frozenset(  # classes whose instances have no attributes of their ow
 )
 _TEXTUAL = frozenset({str, bytes, int, bool, float, complex})
 _TEXTUAL_IDS = frozenset(map(id, _TEXTUAL))  # a metaclass may say that a class equals another
+#: classes whose objects never change: another value is another object
+_VALUES: tuple[type, ...] = (*_TEXTUAL, np.generic, Decimal, timedelta, range, torch.device)
+_WORD = struct.calcsize("P")
 
 
 def _numbers(tensor: Tensor) -> tuple[object, ...]:
@@ -465,19 +537,20 @@ def _content_of_state(state: Callable[[Any], object], value: Any, seen: Walk) ->
     return type(value), _content(state(value), Walk(seen))
 
 
-def _kind(kind: type) -> tuple[Callable[[Any], object] | None, tuple[str, ...]]:
-    """Return what gives the state of objects of a class, if there is such a function, and the attributes that hold it.
+def _kind(kind: type) -> tuple[Callable[[Any], object] | None, tuple[str, ...], bool]:
+    """Return what gives the state of objects of a class, if any, attributes that hold it, and if memory hides it.
 
     It is known by its id, because a class may say that it equals another.
     """
     if id(kind) not in _KINDS:
         state = next((of for one, of in _STATES.items() if issubclass(kind, one)), None)
-        held = next((names for one, names in _HELD.items() if issubclass(kind, one)), ("__dict__", *_slots(kind)))
-        _KINDS[id(kind)] = kind, state, held
+        held = next((names for one, names in _HELD.items() if issubclass(kind, one)), ())
+        hides = not held and _hides(kind)
+        _KINDS[id(kind)] = kind, state, held or ("__dict__", *_slots(kind)), hides
     return _KINDS[id(kind)][1:]
 
 
-_KINDS: dict[int, tuple[type, Callable[[Any], object] | None, tuple[str, ...]]] = {}
+_KINDS: dict[int, tuple[type, Callable[[Any], object] | None, tuple[str, ...], bool]] = {}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -486,39 +559,90 @@ def _names_of(code: CodeType) -> tuple[str, ...]:
 
 
 def _referred(function: FunctionType, seen: Walk) -> dict[str, object]:
-    """Return the contents of what a user's function refers to in its own file: numbers, tensors, functions, classes."""
+    """Return the contents of what a user's function refers to in files of users: numbers, functions, classes."""
     if function.__module__.partition(".")[0] in _LIBRARIES:
         return {}
     found: dict[str, object] = {}
-    names, globals_ = _names_of(function.__code__), function.__globals__
+    names, spaces = _names_of(function.__code__), [function.__globals__]
     seen.function(function, names)
-    for name in names:
-        value = globals_[name] if name in globals_ else sys.modules.get(name) if name in _OF_MODULES else None
-        if isinstance(value, ModuleType):
-            if (state := _OF_MODULES.get(value.__name__)) is not None:
+    for space in spaces:  # files that the function's file imports join
+        seen.variables(space, names)
+        for name in names:
+            value = space[name] if name in space else sys.modules.get(name) if name in _OF_MODULES else None
+            if not isinstance(value, ModuleType):
+                found[f"{len(spaces)} {name}"] = _of_variable(value, function.__module__, seen)
+            elif (state := _OF_MODULES.get(value.__name__)) is not None:
                 found[name] = seen.number(value.__name__, state)
-        elif isinstance(value, FunctionType) and value.__module__ == function.__module__:
-            found[name] = _content(value, seen)
-        elif isinstance(value, type) and value.__module__ == function.__module__:
-            found[name] = _content(_of_class(value, seen), seen)
-        elif (info := getattr(value, "cache_info", None)) is not None:
-            found[name] = seen.number((id(value), "cache"), functools.partial(_used, info))
-        elif isinstance(value, Iterator) or _kind(type(value))[0] is not None:
-            found[name] = _content(value, seen)
-        elif type(value).__module__ == function.__module__ and not isinstance(value, nn.Module):
-            found[name] = seen.number((id(value), "object"), functools.partial(_numbers_of_object, value))
-        elif value is None or type(value) in _TEXTUAL:
-            found[name] = repr(value)  # another one would be another object
-        elif not isinstance(value, FunctionType | type | nn.Module):
-            found[name] = _numbers_in(value), *(_content(one, seen) for one in _functions_in(value))
-            _note_collections(value, seen)
+            elif _is_users(value.__name__) and not any(vars(value) is one for one in spaces):
+                spaces.append(vars(value))
     return found
 
 
-def _functions_in(value: Any) -> Iterator[FunctionType]:
-    """Yield the functions in a collection of a file."""
+def _of_variable(value: Any, file: str, seen: Walk) -> object:
+    """Return what can be compared of a variable to which a function of a file refers."""
+    home = str(getattr(value if isinstance(value, FunctionType | type) else type(value), "__module__", ""))
+    of_users = home == file or _is_users(home)
+    if isinstance(value, FunctionType | type):
+        content = value if isinstance(value, FunctionType) else _of_class(value, seen) if of_users else None
+        return (_content(content, seen), _Itself(value)) if of_users else None
+    if isinstance(value, nn.Module):
+        return _of_model(value, seen)
+    if value is None or type(value) in _TEXTUAL:
+        return repr(value)  # another one would be another object
+    if isinstance(value, Iterator) or _kind(type(value))[0] is not None:
+        return _content(value, seen)
+    own = getattr(value, "__dict__", None)
+    for one in (value, own) if of_users else (value,):
+        _note_collections(one, seen)
+    methods = _content(_of_class(type(value), seen), seen) if of_users else None
+    return _numbers_in(value), _numbers_in(own) if of_users else None, methods, *_functions_of(value, seen)
+
+
+def _of_model(model: nn.Module, seen: Walk) -> object:
+    """Return what tells whether a model that is no part of the trained one changes: tensors count by their versions."""
+    found: list[object] = []
+    for part in (one for one in model.modules() if id(one) not in seen):
+        seen.join(part)
+        attributes = {name: one for name, one in vars(part).items() if name not in (*_OF_TORCH, *_MADE_ANEW)}
+        for table in (vars(part), part._parameters, part._buffers, part._modules):
+            seen.table(table)
+        for one in (*part._parameters.values(), *part._buffers.values()):
+            found.append(one if one is None else (seen.version(one), id(one)))
+        _note_collections(attributes, seen)
+        found += [_numbers_in(attributes), _content(_of_class(type(part), seen), seen)]
+    return found
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_users(module: str) -> bool:
+    """Return whether a module is a file of a user, not of Python, of this package or installed."""
+    file = str(getattr(sys.modules.get(module), "__file__", ""))
+    return module.partition(".")[0] not in _LIBRARIES and not {"site-packages", "dist-packages"} & {*Path(file).parts}
+
+
+def _held_by(value: Any) -> Any:
+    """Return what an object holds that stands for it, of a user's class or of Python's own holders of attributes."""
+    kind = type(value)
+    if kind is functools.partial:
+        return (value.func, value.args, value.keywords)
+    if isinstance(value, (*_COLLECTIONS, frozenset, tuple, Mapping, Tensor, nn.Module, type, FunctionType, ModuleType)):
+        return value
+    if kind.__module__ in _HOLDERS or _is_users(kind.__module__):
+        return {
+            **(getattr(value, "__dict__", None) or {}),
+            **{name: getattr(value, name, None) for name in _slots(kind)},
+        }
+    return value
+
+
+def _functions_of(value: Any, seen: Walk) -> Iterator[object]:
+    """Yield the contents of functions in a collection of a file."""
+    if isinstance(value, functools.partial):
+        yield _content(value.func, seen)
     if isinstance(value, dict | list | tuple | set | frozenset) and len(value) <= _MOST_ENTRIES:
-        yield from (one for one in (value.values() if isinstance(value, dict) else value) if type(one) is FunctionType)
+        for one in value.values() if isinstance(value, dict) else value:
+            if type(one) is FunctionType:
+                yield _content(one, seen)
 
 
 def _note_collections(value: Any, seen: Walk, depth: int = 0) -> None:
@@ -526,16 +650,16 @@ def _note_collections(value: Any, seen: Walk, depth: int = 0) -> None:
     if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.dtype.hasobject is False):
         seen.kept.append(value)
         seen.number((id(value), "numbers"), functools.partial(_numbers_in, value))
-    if isinstance(value, SimpleNamespace):
-        value = vars(value)
-    if depth > _MOST_LEVELS or not isinstance(value, (*_COLLECTIONS, tuple, Mapping)) or len(value) > _MOST_ENTRIES:
+    held = _held_by(value)
+    if depth > _MOST_LEVELS or not isinstance(held, (*_COLLECTIONS, tuple, Mapping)) or len(held) > _MOST_ENTRIES:
         return
     seen.kept.append(value)
 
     def entries() -> Iterable[Any]:
-        if isinstance(value, Mapping):
-            return itertools.chain.from_iterable(_items(value))
-        return sorted(value, key=id) if isinstance(value, set | frozenset) else value
+        held = _held_by(value)
+        if isinstance(held, Mapping):
+            return itertools.chain.from_iterable(_items(held))
+        return sorted(held, key=id) if isinstance(held, set | frozenset) else held
 
     seen.parts((id(value), "entries"), entries)
     for one in entries():
@@ -545,10 +669,6 @@ def _note_collections(value: Any, seen: Walk, depth: int = 0) -> None:
 
 def _used(cache_info: Callable[[], Any]) -> tuple[int, int]:
     return cache_info().currsize, cache_info().misses
-
-
-def _numbers_of_object(value: Any) -> object:
-    return _numbers_in(getattr(value, "__dict__", None)), _numbers_in(value)  # it may be a collection
 
 
 def _of_numpy() -> int:
@@ -573,8 +693,7 @@ def _numbers_in(value: Any, depth: int = 0) -> object:
         return repr(value)
     if isinstance(value, np.ndarray) and value.dtype != object:
         return value.shape, hash(value.tobytes())
-    if isinstance(value, SimpleNamespace):
-        value = vars(value)
+    value = _held_by(value)
     if depth > _MOST_LEVELS or not isinstance(value, (*_COLLECTIONS, tuple, Mapping)) or len(value) > _MOST_ENTRIES:
         return id(value)
     if isinstance(value, Mapping):
@@ -615,6 +734,9 @@ _STATES: dict[type, Callable[[Any], object]] = {
     CoroutineType: lambda one: (*_of_frame(one.cr_frame), one.cr_await),
     np.random.SeedSequence: lambda one: one.state,
     weakref.ref: lambda one: id(one()),
+    ContextVar: lambda one: one.get(None),
+    functools._lru_cache_wrapper: lambda one: _used(one.cache_info),
+    np.void: lambda one: (one.dtype, one.item() if one.dtype.hasobject else one.tobytes()),
     torch.UntypedStorage: lambda one: hash(bytes(one)) if len(one) <= _COPIED else len(one),
 }
 #: what holds the state of objects without a dictionary of attributes
@@ -626,7 +748,7 @@ _HELD: dict[type, tuple[str, ...]] = {
     functools.partial: ("func", "args", "keywords", "__dict__"),
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
-    property: ("fget", "fset"),
+    property: ("fget", "fset", "fdel"),
     BaseException: ("args", "__cause__", "__context__", "__dict__"),
 }
 
@@ -646,7 +768,7 @@ def _of_class(kind: type, seen: Walk) -> dict[str, Any]:
     """Attributes of a class and of its bases, unless they belong to Python or a library of this package."""
     if id(kind) in seen:
         return {}
-    seen[id(kind)] = kind
+    seen.join(kind)
     line = [*reversed(inspect.getmro(type(kind))), *reversed(kind.__mro__)]
     users = [one for one in line if str(one.__module__).partition(".")[0] not in _LIBRARIES]
     for one in users:

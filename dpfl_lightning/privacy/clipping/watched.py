@@ -36,7 +36,19 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.privacy.clipping.independent import TENSORS, attribute_of, keeps_records_apart, not_plain
+from dpfl_lightning.privacy.clipping.independent import (
+    CHECKED,
+    TENSORS,
+    attribute_of,
+    check_arguments,
+    is_batched,
+    is_compared,
+    is_tried,
+    keeps_records_apart,
+    not_plain,
+    shapes_alone,
+    shapes_of,
+)
 from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.privacy.clipping.passes import Checksums
 from dpfl_lightning.privacy.clipping.state import Kept, large_tensors
@@ -261,7 +273,13 @@ class WatchedCalls(TorchFunctionMode):
                 _require_no_code(func, types, (*args, *kwargs.values()))
                 if func in _RECURRENT and len(args) > 2 and isinstance(args[2], (list, tuple)):
                     args = _with_own_states(*args)
+            if func in CHECKED:
+                check_arguments(func, args, kwargs)
+            alone = shapes_alone(func, args, kwargs) if self._under_vmap and is_compared(func) else None
             found = self.compute(func, args, kwargs)
+            if alone is not None and (shapes := shapes_of(found)) and alone != shapes:
+                what = alone if isinstance(alone, str) else f"its result has shapes {alone}, not {shapes}"
+                raise LeftVmap(f"`{getattr(func, '__name__', func)}` takes the records for another dimension: {what}")
         except Exception as error:
             self._failed = self._failed or f"{type(error).__name__}: {error}"
             raise
@@ -350,6 +368,8 @@ def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
         name = packet._qualified_op_name
         if name.partition("::")[0] not in TORCHS:
             raise LeftVmap(f"`{name}` is an operator that is not torch's")
+        if not is_tried(func):
+            raise LeftVmap(f"`{name}` is not known to keep records apart")
     else:
         packet = func
     name = getattr(packet, "__name__", "")
@@ -359,6 +379,9 @@ def _require_inside(func: Any, args: Any, kwargs: Any) -> None:
         raise LeftVmap(f"`{name}` draws by a generator of its own, which gives each place of a pass a known number")
     if name in _OF_LISTS and any(is_batched(one) and one.dim() == 0 for one in (*args, *kwargs.values())):
         raise LeftVmap(f"`{name}` of a number takes the records for a list")
+    shapes = {tuple(one.shape) for one in args[:2] if isinstance(one, Tensor)} if name in _OF_ONE_SHAPE else ()
+    if len(shapes) > 1 and type(func) is not FunctionType:  # functions in Python give both one shape before
+        raise LeftVmap(f"`{name}` of tensors of different shapes compares records")
     tables = name in _TABLES and sum(map(is_batched, (*args, *kwargs.values()))) > 1
     if tables or (name in _FILLS and any(map(is_batched, _beside_input(args, kwargs)))):
         raise LeftVmap(f"`{name}` reaches the numbers of other records by an index beyond its own")
@@ -386,16 +409,9 @@ _OF_SHAPES = frozenset({"zeros_like", "ones_like", "full_like", "empty_like", "n
 }
 #: operators for which torch's rules see the records as one table, if places in it are those of records, too
 _TABLES = frozenset({"embedding", "embedding_renorm_"})
+_OF_ONE_SHAPE = frozenset({"mse_loss", "huber_loss", "smooth_l1_loss"})
 _FILLS = frozenset({"index_fill", "index_fill_"})
-_OF_LISTS = frozenset({"roll", "searchsorted", "bucketize", "pad", "constant_pad_nd"})
-
-
-def is_batched(value: Any) -> bool:
-    while isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(value):
-        if torch._C._functorch.is_batchedtensor(value):
-            return True
-        value = torch._C._functorch.get_unwrapped(value)
-    return False
+_OF_LISTS = frozenset({"roll", "searchsorted", "bucketize", "pad", "constant_pad_nd", "linspace", "logspace"})
 
 
 def _with_own_states(x: Tensor, states: Any, *rest: Any) -> tuple[Any, ...]:
