@@ -10,6 +10,7 @@ from markupsafe import escape
 from pages import EVIL, Reader, words_of
 
 from dpfl_lightning.config.options import PrivacyOptions
+from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.privacy.accounting.guarantee import (
     NOT_COVERED,
     OTHER_RUNS,
@@ -26,7 +27,8 @@ def a_page(view, guarantees, name=None, **changes):
         {**row, "epsilon_spent": promise.epsilon, "name": name or row["name"]}
         for row, promise in zip(a_result(view).clients, guarantees, strict=True)
     ]
-    return guarantee_page(a_result(view, clients=tuple(clients), **changes), guarantees, view.run)
+    result = a_result(view, clients=tuple(clients), **changes)
+    return guarantee_page(Run(view.run, result.rounds, result=result, stated=guarantees))
 
 
 def promise(epsilon, **more):
