@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import matplotlib
+from matplotlib.ticker import MaxNLocator
 
 from dpfl_lightning.reporting.figures import new_axes
 
@@ -55,6 +56,8 @@ class Chart:
             figure.set_size_inches(6.6, 3.7)
             for number, one in enumerate(self.series):
                 self._draw(axes, one, colours[number % len(colours)])
+            if all(isinstance(x, int) for one in self.series for x in one.x):  # such as rounds
+                axes.xaxis.set_major_locator(MaxNLocator(integer=True))
             if len(self.series) > 1:
                 figure.legend(loc="outside lower left", ncols=3, frameon=False)
             buffer = io.BytesIO()
