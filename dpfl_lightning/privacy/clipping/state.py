@@ -616,8 +616,18 @@ def _of_model(model: nn.Module, seen: Walk) -> object:
 @functools.lru_cache(maxsize=4096)
 def _is_users(module: str) -> bool:
     """Return whether a module is a file of a user, not of Python, of this package or installed."""
+    top = module.partition(".")[0]
     file = str(getattr(sys.modules.get(module), "__file__", ""))
-    return module.partition(".")[0] not in _LIBRARIES and not {"site-packages", "dist-packages"} & {*Path(file).parts}
+    installed = bool({"site-packages", "dist-packages"} & {*Path(file).parts}) or _is_installed(top)
+    return top not in _LIBRARIES and not installed
+
+
+@functools.cache
+def _is_installed(top: str) -> bool:
+    """Return whether a package lies where pip has installed it, in a folder of any name."""
+    file = getattr(sys.modules.get(top), "__file__", None)
+    folder = Path(file).parent.parent if file and Path(file).stem == "__init__" else None
+    return folder is not None and next(folder.glob("*.dist-info"), None) is not None
 
 
 def _held_by(value: Any) -> Any:
