@@ -1,9 +1,9 @@
 """Reads finished and unfinished runs, seeds and searches from their folders, for reports."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dpfl_lightning.config.reading import expecting, read_json
 from dpfl_lightning.errors import UserError
@@ -11,8 +11,6 @@ from dpfl_lightning.federated.server.results import FORMAT, RESULT
 from dpfl_lightning.federated.server.run import FILE, Run
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
 from dpfl_lightning.reporting.curves import history, score_curves
-
-Built = TypeVar("Built")
 
 
 @dataclass(frozen=True)
@@ -74,16 +72,11 @@ def read(path: Path) -> RunGroup | Search:
         runs = tuple(map(Run.read, sorted(seeds, key=lambda one: (len(one.name), one.name))))
         missing = max(0, len(summary.get("seeds", ())) - len(runs))
         stated = summary.get("guarantee")
-        together = None if stated is None else _built(RunGuarantee.of, stated, path / RESULT)
+        with expecting(path / RESULT, "hold the result of a run"):
+            together = None if stated is None else RunGuarantee.of(stated)
         return RunGroup(path.resolve().name, runs, together, missing)
     must = "be the folder of a run, of seeds or of a finished search"
     raise UserError(f"`RUN` must {must}, got {str(path)!r}. Runs are listed under runs/.")
-
-
-def _built(build: Callable[[Any], Built], content: Any, path: Path) -> Built:
-    """Return what `build` makes of a file's content. Raises UserError if it is damaged."""
-    with expecting(path, "hold the result of a run"):
-        return build(content)
 
 
 def ledger_run(folder: Path) -> str:

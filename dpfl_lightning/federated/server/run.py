@@ -95,7 +95,7 @@ class Run:
             info = RunInfo.read(about["info"], folder, options)
         rounds = history.read(folder / history.FILE)
         ended = about["ended"] or {}
-        return cls(
+        run = cls(
             info,
             done=(rounds[-1].round if rounds else 0) if result is None else result.rounds,
             last=rounds[-1] if rounds else None,
@@ -103,6 +103,8 @@ class Run:
             reason=str(ended.get("reason", "")) if result is None else "",
             about=about,
         )
+        vars(run)["rounds"] = rounds  # the cached property: the file is read once
+        return run
 
     @property
     def folder(self) -> Path:

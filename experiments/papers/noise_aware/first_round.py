@@ -34,8 +34,10 @@ class FirstRound(Recorder, FirstRoundOnly):
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
         rates = [view.learning_rate[client] for client in updates.clients]
         truth = [(std / rate) ** 2 for std, rate in zip(updates.noise_std, rates, strict=True)]
+        planned = view.run.clients
+        assert planned is not None, "a round follows its plan"
         self._lists = {
-            "epsilon": [view.run.clients.budget[client] for client in updates.clients],
+            "epsilon": [planned.budget[client] for client in updates.clients],
             "truth": truth,
             "oracle_weights": oracle_weights(truth),
         }
