@@ -195,7 +195,7 @@ class FederatedLoop(RunSession):
             output_dir=folder,
             evaluate_every=evaluate_every,
             caveats=(*sides.caveats, *caveats, *((EXACT_TIMES,) if exact_times else ())),
-            exact_times=exact_times or sides.simulated or privacy is None,  # nobody is protected without privacy
+            exact_times=exact_times or not sides.source.protects,
             options=options or {},
             new_net=new_net,
             resume_command=f"{invocation('fit', ranks.command)} --resume {folder}{at_nodes}" if options else by_code,

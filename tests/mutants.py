@@ -117,8 +117,8 @@ def floating_point_noise(patch: MonkeyPatch) -> None:
 
 def noise_of_the_key_alone(patch: MonkeyPatch) -> None:
     """Simulations with one key have one noise, whatever their seeds and configurations are."""
-    real = Streams.simulated
-    patch.setattr(Streams, "simulated", classmethod(lambda cls, key, seed, run: real(key, 0, "")))
+    real = Streams.of_key
+    patch.setattr(Streams, "of_key", classmethod(lambda cls, key, seed, run: real(key, 0, "")))
 
 
 def equal_questions_once(patch: MonkeyPatch) -> None:

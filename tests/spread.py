@@ -17,7 +17,7 @@ TASKS = "|".join(names_of("task"))
 #: concept -> what names it
 CONCEPTS = {
     "persons": r"(?i)(?<![a-z])persons?(?![a-z])",
-    "noise of a simulation": r"noise_key|test_key|(?<![a-z_])simulated\b(?! (?:client|network|group|person|wrong|"
+    "noise of a simulation": r"noise_key|test_key|KEYED|(?<![a-z_])simulated\b(?! (?:client|network|group|person|wrong|"
     r"p-value|update|difference))|(?<![a-z_])SIMULATED|\.simulation\b|key of a simulation",
     "counts of held-out records": r"(?i:(?<![a-z])(?:\w*count\w*_held_out|of_held_out|held_out_counts|of_counts|"
     r"gaussian_?counts|laplace_?counts)|counts? of (?:[a-z]+ )?held[- ]out|held[- ]out counts?)",

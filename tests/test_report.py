@@ -17,6 +17,7 @@ from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server import history
 from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
+from dpfl_lightning.privacy.accounting.noise_source import FRESH, KEYED
 from dpfl_lightning.reporting import curves
 from dpfl_lightning.reporting.run_files import RunGroup, read
 
@@ -29,7 +30,7 @@ def a_folder(folder, rounds=4, finished=True, names=(), **changed):
     folder.mkdir(parents=True)
     options = dataclasses.asdict(Options(rounds=4, privacy=PrivacyOptions(epsilon=[1.0, 2.0, 3.0])))
     options |= changed.pop("options", {})
-    view = a_view(folder, rounds=4, options=options)
+    view = a_view(folder, rounds=4, options=options, source=changed.pop("source", FRESH))
     view = dataclasses.replace(
         view, facts=dataclasses.replace(view.facts, names=names, test_set=changed.get("test_set", True))
     )
@@ -118,7 +119,7 @@ def test_confusion_and_calibration_on_the_test_set_are_shown(tmp_path):
 
 
 def test_runs_without_a_guarantee_and_unfinished_runs_are_marked(tmp_path):
-    simulated = a_folder(tmp_path / "simulated", simulated=True)
+    simulated = a_folder(tmp_path / "simulated", source=KEYED)
     bare = a_folder(tmp_path / "bare", options={"privacy": None})
     unfinished = a_folder(tmp_path / "unfinished", rounds=2, finished=False)
     text = words(report([simulated, bare, unfinished]))

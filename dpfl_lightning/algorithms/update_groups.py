@@ -76,7 +76,7 @@ def find_groups(updates: Updates, num_groups: int | None = None, distance: float
     the nearest group. Groups nearer than `distance`, in units of the updates, need not be found. Post-processing.
     Limits and false alarms: page "Clustered clients" of the docs.
 
-    >>> gram = next(simulated(np.zeros((12, 1)), np.ones(12), 1000, draws=1))[0]
+    >>> gram = next(noisy_grams(np.zeros((12, 1)), np.ones(12), 1000, draws=1))[0]
     >>> [group.tolist() for group in find_groups(Updates(gram, np.ones(12), 1000)).members]
     [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
     """
@@ -279,7 +279,7 @@ def as_noisy_as_most(updates: Updates) -> Updates:
         return updates
     values, vectors = np.linalg.eigh(updates.gram)
     points = vectors * np.sqrt(np.maximum(values, 0.0))
-    gram = next(simulated(points, more, updates.num_params, 1))[0]
+    gram = next(noisy_grams(points, more, updates.num_params, 1))[0]
     return Updates(gram, np.hypot(updates.noise_std, more), updates.num_params)
 
 
@@ -417,7 +417,7 @@ def _recovery(points: np.ndarray, labels: np.ndarray, updates: Updates) -> float
     quiet = updates.noise_std <= NOISY * np.median(updates.noise_std)
     same = labels[quiet, None] == labels[quiet]
     right, draws = 0, _SIMULATIONS if len(labels) <= 100 else _SIMULATIONS // 4
-    for grams in simulated(points, updates.noise_std, updates.num_params, draws):
+    for grams in noisy_grams(points, updates.noise_std, updates.num_params, draws):
         for gram, merges in zip(grams, ward(grams, updates.weights)[1], strict=True):
             one = Updates(gram, updates.noise_std, updates.num_params)
             nearest = distances(one, cut(merges, int(labels.max()) + 1))[0].argmin(axis=1)[quiet]
@@ -425,7 +425,7 @@ def _recovery(points: np.ndarray, labels: np.ndarray, updates: Updates) -> float
     return right / draws
 
 
-def simulated(
+def noisy_grams(
     points: np.ndarray, noise_std: np.ndarray, num_params: int, draws: int, seed: Sequence[int] = ()
 ) -> Iterator[np.ndarray]:
     """Yield blocks `[., n, n]` of Gram matrices of points `[n, r]`, r <= P - n, with Gaussian noise in P dimensions.

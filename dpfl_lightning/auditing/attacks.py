@@ -132,14 +132,14 @@ def fresh_noise(loop: FederatedLoop, subject: AuditTarget, significance: float) 
     first, second = (harness(loop.local_clients.streams(loop.run_plan())) for _ in range(2))
     first_releases = released(first)
     others = ((0, "a run"), (1, "a run"), (0, "another run"))
-    simulated = [released(harness(Streams.simulated("0" * 32, *other))) for other in others]
+    repeating = [released(harness(Streams.of_key("0" * 32, *other))) for other in others]
     pairs = {
         "two starts": (first_releases, released(second)),
         "made again": (first_releases, released(first, again=True)),
         "another release": (first_releases, released(first)),
         "two clients": (first_releases[:-1], first_releases[1:]),
-        "two seeds of a simulation": (simulated[0], simulated[1]),
-        "two configurations of a simulation": (simulated[0], simulated[2]),
+        "two seeds of a simulation": (repeating[0], repeating[1]),
+        "two configurations of a simulation": (repeating[0], repeating[2]),
     }
     ratios = {}
     for name, (left, right) in pairs.items():

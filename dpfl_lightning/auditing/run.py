@@ -105,8 +105,8 @@ def _checks(
     }
     for engine, (name, check) in itertools.product(sorted(ENGINES), by_engine.items()):
         yield name, partial(_unless_refused, partial(check, subject, engine, *context), engine, left_out)
-    if loop.clients.simulated:
-        left_out.append("fresh noise: a simulation with privacy.noise_key repeats its noise, and protects nobody")
+    if loop.clients.source.repeats:
+        left_out.extend(f"fresh noise: {words}" for words in loop.clients.source.caveats)
     else:
         yield "fresh noise", lambda: [attacks.fresh_noise(loop, subject, significance)]
     yield "grid", lambda: [attacks.grid(subject, loop.local_clients.engine.name, *context, significance)]

@@ -27,7 +27,6 @@ _ABOUT = (
 _INIT = ("node --config site.yaml", "node --config site.yaml --privacy.epsilon 2 --name berlin")
 _TAKES = ("data", "privacy", "model", "clients", "seed")
 _SCORES = "serve: score models on held-out records every so many rounds, for status (default 0: the final model alone)"
-_TEST = "test key: noise can be computed by everyone who knows the key, so that nobody is protected"
 
 
 @command
@@ -81,12 +80,13 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 def _init(words: Sequence[str]) -> int:
     from dpfl_lightning.config.load import load
+    from dpfl_lightning.privacy.accounting.noise_source import KEYED
 
     about = (
         "Name the records of a site, from its configuration: data as for fit, privacy.epsilon and privacy.delta as the "
         "limits on the sum over all plans that it ever accepts (privacy.adjacency, and privacy.unit person with "
         "privacy.rows_per_person for limits per person), and model.class_path with model.init_args as the class of "
-        f"this installation that plans may name, with these arguments. privacy.noise_key is a {_TEST}."
+        f"this installation that plans may name, with these arguments. privacy.noise_key is a {KEYED.warning}."
     )
     options, flags = load(words, _init_flags, name="node init", description=about, examples=_INIT, takes=_TAKES)
     from dpfl_lightning.sites.node.accept import new_node
@@ -99,8 +99,8 @@ def _init(words: Sequence[str]) -> int:
     if (model := state.settings().model) is not None:
         print(f"Plans may name the model {model} with the arguments {state.settings().model_args}, and no others.")
     print(f"Send {path / 'site.json'}, which holds public facts only, to the server's operator.")
-    if state.settings().test_key:
-        print(f"Warning: {_TEST}.")
+    if warning := state.settings().source.warning:
+        print(f"Warning: {warning}.")
     return 0
 
 
@@ -178,8 +178,8 @@ def _serve(state: StateFolder, flags: argparse.Namespace) -> None:
     node = Node(state, functools.partial(open_study, score_every=flags.score_every))
     path = state.path / "socket" if flags.socket is None else Path(flags.socket)
     with state.serving(), contextlib.closing(node):
-        if settings.test_key:
-            print(f"Warning: {_TEST}.", flush=True)
+        if warning := settings.source.warning:
+            print(f"Warning: {warning}.", flush=True)
         problems = []
         for plan, reserved in state.plans().items():
             line = _line(state, plan, reserved)
@@ -208,8 +208,9 @@ def _status(state: StateFolder, flags: argparse.Namespace) -> None:
         require(bool(person), "--person", "be followed by a line with an id", "none")
         print(place_of(*site_population(settings), person))
         return
-    data, warning = settings.config["data"], f" {_TEST}." if settings.test_key else ""
-    print(f"Site {settings.name}, records from {data['class_path'] or data['name']}.{warning}")
+    data, warning = settings.config["data"], settings.source.warning
+    origin = data["class_path"] or data["name"]
+    print(f"Site {settings.name}, records from {origin}." + (f" {warning}." if warning else ""))
     print(f"Its public key is {public_key(state.key())}.")
     for plan, reserved in state.plans().items():
         print(_line(state, plan, reserved))

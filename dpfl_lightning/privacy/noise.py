@@ -15,8 +15,6 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from torch import Tensor
 
-from dpfl_lightning.privacy.accounting.guarantee import FRESH_NOISE, GPU_NOISE, SIMULATED_NOISE
-
 _ZEROS = bytes(1 << 16)  # plain text of the cipher: its encryption is the key stream, 64 KiB at a time
 PIECE = 1 << 15  # numbers of a sum that get their noise at once on a CPU: they stay in the caches
 
@@ -102,30 +100,24 @@ class RandomGenerator:
 class Streams:
     """Creates the random generators of a run.
 
-    Without `simulation`, every generator has a fresh key from the operating system, so no noise is ever drawn twice:
-    not after a crash, not from a copied folder, not with edited code and not in another run or process. A secret of 32
-    bytes makes a reproducible simulation, which protects nobody.
+    Without `secret`, every generator has a fresh key from the operating system, so no noise is ever drawn twice: not
+    after a crash, not from a copied folder, not with edited code and not in another run or process. A secret of 32
+    bytes makes noise that repeats, which protects nobody.
     """
 
-    def __init__(self, simulation: bytes | None = None) -> None:
-        self.simulation = simulation
+    def __init__(self, secret: bytes | None = None) -> None:
+        self.secret = secret
 
     @classmethod
-    def simulated(cls, noise_key: str, seed: int, run: str) -> Streams:
-        """Return the streams of a simulation; they differ for every key, seed and run (digest of its configuration)."""
-        return cls(_digest(b"dpfl simulation", noise_key, seed, run))
+    def of_key(cls, key: str, seed: int, run: str) -> Streams:
+        """Return streams that repeat; they differ for every key, seed and run (its configuration)."""
+        return cls(_digest(b"dpfl simulation", key, seed, run))
 
     def generator(self, purpose: str, round: int, client: int, number: int = 0) -> RandomGenerator:
         """Return the generator of one charge: `number` counts those of the client in this round."""
-        if self.simulation is None:
+        if self.secret is None:
             return RandomGenerator(os.urandom(32))
-        return RandomGenerator(_digest(self.simulation, purpose, round, client, number))
-
-    def words(self, device: torch.device) -> str:
-        """Describe the source of noise and sampling for reports."""
-        if self.simulation is not None:
-            return SIMULATED_NOISE
-        return GPU_NOISE if device.type == "cuda" else FRESH_NOISE
+        return RandomGenerator(_digest(self.secret, purpose, round, client, number))
 
 
 def _digest(key: bytes, *parts: str | int) -> bytes:

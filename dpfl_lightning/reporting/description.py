@@ -184,7 +184,7 @@ def markdown(notes: Sequence[str], reason: str = "", result: RunResult | None = 
         return "\n\n".join([ended, *plan])
     words = in_words(vars(result))
     said, count = claim(result.guarantee), counted(len(result.clients), "client")
-    largest = f"**{'Simulated: ' * result.simulated}Epsilon {stated(result.guarantee)}**, the largest of {count}."
+    largest = f"**{result.guarantee.source.heading}Epsilon {stated(result.guarantee)}**, the largest of {count}."
     scores = [*([f"**{words}**"] if words else []), largest, *remarks([vars(result)])]
     if result.accuracy_worst is not None and result.accuracy_mean is not None:
         over = f"Over {count}: mean accuracy {result.accuracy_mean:.2%}"

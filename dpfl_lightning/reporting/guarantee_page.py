@@ -133,7 +133,7 @@ def _warning(guarantees: Sequence[Guarantee], weakest: Guarantee) -> str:
         bare = sum(math.isinf(guarantee.epsilon) for guarantee in guarantees)
         whose = "No client has" if bare == len(guarantees) else f"{bare:,} of {len(guarantees):,} clients do not have"
         return f"{whose} differential privacy. {weakest.words()}"
-    return weakest.words() if weakest.simulated else ""
+    return "" if weakest.source.protects else weakest.words()
 
 
 def _covered(guarantees: Sequence[Guarantee]) -> list[str]:

@@ -103,11 +103,10 @@ def _seeds(group: RunGroup, results: Sequence[Mapping[str, Any]]) -> Rows:
 def _badges(group: RunGroup) -> list[str]:
     """Return the warnings that every mention of the run has to carry."""
     first, results = group.runs[0], group.results
-    simulated = any(result.get("simulated") for result in results) or bool((_privacy(first) or {}).get("noise_key"))
     unbounded = any(client["epsilon_spent"] is None for result in results for client in result["clients"])
     return [
         *(["unfinished"] if len(results) < len(group.runs) else []),
-        *(["simulated: nobody is protected"] if simulated else []),
+        *sorted({run.info.source.badge for run in group.runs} - {""}),
         *(["no privacy"] if _privacy(first) is None and first.info.options else []),
         *(["epsilon without a bound"] if unbounded and _privacy(first) is not None else []),
     ]

@@ -100,7 +100,11 @@ def epsilon_words(run: Run, last: Round) -> str:
     """Return the largest epsilon that was spent so far."""
     largest = last.values.get("train_epsilon_max")
     words = "no bound on epsilon" if largest is None else f"max epsilon {at_most(largest)}"
-    return words + f" per {run.info.unit}" * (run.info.unit != RECORD.name) + " (simulated)" * run.info.simulated
+    return (
+        words
+        + f" per {run.info.unit}" * (run.info.unit != RECORD.name)
+        + (f" ({label})" if (label := run.info.source.label) else "")
+    )
 
 
 def speed_words(run: Run, last: Round) -> str:

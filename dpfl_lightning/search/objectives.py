@@ -29,6 +29,7 @@ from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.loop import FederatedLoop, build_loop
 from dpfl_lightning.papers.sets.distilled_set import DistilledSet
+from dpfl_lightning.privacy.accounting.noise_source import source_of
 from dpfl_lightning.privacy.clipping.inputs import take
 from dpfl_lightning.search.costs import Cost, planned_cost
 from dpfl_lightning.search.options import SweepOptions
@@ -320,8 +321,10 @@ def _check_private(options: Options) -> None:
     assert privacy is not None  # for mypy
     must = "be false with objective private: it releases values without a bound, which the search cannot add up"
     require(not privacy.diagnostics, "privacy.diagnostics", must, True)
-    must = "be null with objective private: a simulation protects nobody"
-    require(privacy.noise_key is None, "privacy.noise_key", must, "a key")
+    source = source_of(privacy)
+    require(
+        source.protects, source.option, f"{source.must} with objective private: a simulation protects nobody", "a key"
+    )
     require(not options.data.use_public, "data.use_public", "be false with objective private", True)
     must = "be null with objective private: public records belong to no group"
     require(options.data.groups is None, "data.groups", must, options.data.groups)

@@ -133,10 +133,10 @@ class Paid:
 class Welcome:
     """The account of the node's client: all that it has paid for.
 
-    `simulated` means that noise follows from a test key that the operator of the site wrote into the node.
+    `protects` is False if noise follows from a test key that the operator of the site wrote into the node.
     """
 
-    simulated: bool
+    protects: bool
     paid: tuple[Paid, ...]
 
 

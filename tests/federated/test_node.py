@@ -70,7 +70,7 @@ def test_codes_are_all_that_others_learn(node, terms, place):
     assert asked(node, Refused("spent")) == asked(node, Released(1, ())) == Refused("malformed")
     assert reply_in(node.handle(b"GET / HTTP/1.1\r\n")) == Refused("malformed")
     assert all(code.isidentifier() for code in REFUSALS)
-    assert asked(node, hello(digest(terms))) == Welcome(False, asked(node, hello(digest(terms))).paid)
+    assert asked(node, hello(digest(terms))) == Welcome(True, asked(node, hello(digest(terms))).paid)
 
 
 @pytest.fixture
@@ -340,7 +340,7 @@ def test_the_command_from_init_to_withdraw(place, terms, tmp_path, capsys, monke
     assert "480 records, 10 classes. 0 accepted plans" in said("init", state, *site, "--privacy.delta", 0.01)
     assert stat.S_IMODE(state.stat().st_mode) == 0o700
     assert stat.S_IMODE((state / "node.key").stat().st_mode) == 0o600
-    assert "test_key" in json.loads((state / "node.json").read_text())
+    assert "noise_key" in json.loads((state / "node.json").read_text())
     words = said("accept", state, plan, "--show")
     assert (
         "uses SizeWeighted, Ifca." in words

@@ -19,8 +19,10 @@ from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.client.identity import data_digests
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import SelectModel
+from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.accounting.events import SelectionEvent
+from dpfl_lightning.privacy.accounting.noise_source import KEYED
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Mechanism
 
@@ -166,7 +168,7 @@ def test_every_guarantee_of_a_simulation_says_that_nobody_is_protected(make_loop
             *(one.words() for one in loop.clients.budgets.guarantees()),
         ]
         assert all(("nobody is protected" in one) == simulated for one in [*words, page, json.dumps(guarantees)])
-        assert result.simulated == json.loads((loop.output_dir / "result.json").read_text())["simulated"] == simulated
+        assert (result.guarantee.source is KEYED) == (Run.read(loop.output_dir).info.source is KEYED) == simulated
         assert result.noise.startswith("simulated" if simulated else "AES-256")
         assert loop.clients.folder.header().identity["privacy.noise_key"] == (FIXED_KEY if simulated else None)
 

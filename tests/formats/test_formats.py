@@ -24,7 +24,7 @@ from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server import folder, history
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.federated.server.results import read_guarantees
-from dpfl_lightning.federated.server.run import read_about, read_result
+from dpfl_lightning.federated.server.run import Run, read_result
 from dpfl_lightning.models.tasks import Measure
 from dpfl_lightning.privacy.compose import Limit
 from dpfl_lightning.privacy.ledger import file as ledger
@@ -90,7 +90,7 @@ FORMATS: dict[str, tuple[Callable, int, Callable[[Path, int], None]]] = {
     "run/checkpoint.pt": (checkpoint, 1, checkpoint_with),
     "account/account.jsonl": (lambda path: OperatedAccount(path).holders(), 3, account_with),
     "run/metrics.jsonl": (history.read, 1, rounds_with),
-    "run/run.json": (lambda path: read_about(path.parent), 1, with_number),
+    "run/run.json": (lambda path: Run.read(path.parent), 1, with_number),
     "run/result.json": (lambda path: read_result(path.parent), 1, with_number),
     "set/distilled.json": (lambda path: DistilledSet.load(path.parent), 1, with_number),
     "sites/site.json": (read_site, 4, text_with),

@@ -281,7 +281,7 @@ def test_a_simulation_repeats_each_stream_and_no_two_are_alike(one, other):
 
 @given(*[st.tuples(st.text("0123456789abcdef", min_size=32, max_size=32), st.integers(0, 2**64), st.text())] * 2)
 def test_simulations_of_other_keys_seeds_and_configurations_have_other_streams(one, other):
-    assert (Streams.simulated(*one).simulation == Streams.simulated(*other).simulation) == (one == other)
+    assert (Streams.of_key(*one).secret == Streams.of_key(*other).secret) == (one == other)
 
 
 def test_every_fresh_generator_has_a_key_from_the_operating_system(monkeypatch):

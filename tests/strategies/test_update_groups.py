@@ -18,8 +18,8 @@ from dpfl_lightning.algorithms.update_groups import (
     as_noisy_as_seen,
     assigned,
     find_groups,
+    noisy_grams,
     rotated,
-    simulated,
 )
 from dpfl_lightning.papers.clustered.update_mixture import (
     paper_mixture,
@@ -34,15 +34,15 @@ ONES = np.ones(21)
 def test_simulated_updates_are_gram_matrices_of_points_with_noise():
     """Seeded; 4000 draws of 4 points, P = 6: mean and standard deviation of each entry, 5 standard errors."""
     noise = np.array([1.0, 1, 2, 3])
-    drawn = np.concatenate(list(simulated(np.zeros((4, 1)), noise, 6, 4000)))
+    drawn = np.concatenate(list(noisy_grams(np.zeros((4, 1)), noise, 6, 4000)))
     scale = np.outer(noise, noise)
     mean, std = 6 * np.eye(4) * scale, np.sqrt(6 * (1 + np.eye(4))) * scale
     np.testing.assert_array_less(np.abs(drawn.mean(axis=0) - mean), 5 * std / math.sqrt(4000))
     np.testing.assert_allclose(drawn.std(axis=0), std, rtol=0.12)
     points = np.arange(8.0).reshape(4, 2)
-    shifted = np.concatenate(list(simulated(points, noise, 6, 4000))).mean(axis=0)
+    shifted = np.concatenate(list(noisy_grams(points, noise, 6, 4000))).mean(axis=0)
     np.testing.assert_allclose(shifted, mean + points @ points.T, atol=3)
-    few = np.concatenate(list(simulated(np.zeros((4, 0)), np.ones(4), 2, 2000)))
+    few = np.concatenate(list(noisy_grams(np.zeros((4, 0)), np.ones(4), 2, 2000)))
     assert np.linalg.matrix_rank(few[0]) == 2, "fewer parameters than points"
     np.testing.assert_allclose(few.mean(axis=0), 2 * np.eye(4), atol=5 * 2 / math.sqrt(2000))
 
@@ -80,7 +80,7 @@ def test_clients_that_differ_by_one_gaussian_are_one_group(case):
     rng, alarms = np.random.default_rng(3), 0
     for seed in range(100):
         points = rng.standard_normal((21, max(1, len(spread)))) * np.array(spread or [0.0])
-        gram = next(simulated(points, noise, 2000, 1, [seed]))[0]
+        gram = next(noisy_grams(points, noise, 2000, 1, [seed]))[0]
         alarms += len(find_groups(Updates(gram, noise, 2000)).members) > 1
     assert alarms <= 4
 
@@ -95,7 +95,7 @@ def test_label_skew_is_no_group(alpha):
     rng, alarms = np.random.default_rng(4), 0
     for seed in range(40):
         points = rng.dirichlet([alpha] * 10, size=21) @ (200.0 * np.eye(10))
-        gram = next(simulated(points, ONES, CNN, 1, [seed]))[0]
+        gram = next(noisy_grams(points, ONES, CNN, 1, [seed]))[0]
         alarms += len(find_groups(Updates(gram, ONES, CNN)).members) > 1
     assert alarms <= 3
 
@@ -129,7 +129,7 @@ def test_members_of_up_to_ten_groups_are_sure(count):
     true = np.arange(21) % count
     points = 3 * math.sqrt(0.5) * CNN**0.25 * np.eye(count)[true]
     for seed in range(4):
-        found = find_groups(Updates(next(simulated(points, ONES, CNN, 1, [seed]))[0], ONES, CNN))
+        found = find_groups(Updates(next(noisy_grams(points, ONES, CNN, 1, [seed]))[0], ONES, CNN))
         assert adjusted_rand_score(true, found.labels) == 1
         assert count == 10 or found.memberships.max(axis=1).min() > 0.95, "of ten groups some have two members"
 
@@ -180,7 +180,7 @@ def test_heavy_tails_are_seldom_groups():
     alarms = 0
     for seed in range(40):
         points = 50 * np.random.default_rng([seed, 7]).standard_t(1, (21, 6))
-        alarms += len(find_groups(Updates(next(simulated(points, ONES, CNN, 1, [seed]))[0], ONES, CNN)).members) > 1
+        alarms += len(find_groups(Updates(next(noisy_grams(points, ONES, CNN, 1, [seed]))[0], ONES, CNN)).members) > 1
     assert alarms <= 4
 
 
@@ -203,7 +203,7 @@ def test_quiet_clients_of_unlike_labels_are_no_group(alpha, times):
     rng, noise, alarms = np.random.default_rng(11), np.r_[np.full(3, 1 / times), ONES[3:]], 0
     for seed in range(100):
         points = rng.dirichlet([alpha] * 10, size=21) @ (200.0 * np.eye(10))
-        gram = next(simulated(points, noise, CNN, 1, [seed]))[0]
+        gram = next(noisy_grams(points, noise, CNN, 1, [seed]))[0]
         alarms += len(find_groups(Updates(gram, noise, CNN)).members) > 1
     assert alarms <= 4
 

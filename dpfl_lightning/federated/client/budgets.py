@@ -60,8 +60,7 @@ class Budgets:
 
     Args:
         sampling: how batches are drawn, by name.
-        simulated: whether noise follows from a given key. Then a release that a crash interrupted is repeated bit for
-            bit, and is not charged twice.
+        repeats: whether a release that a crash interrupted is repeated bit for bit, so that it is charged once.
         unit: what is protected.
         account: of all runs on the same records, to which the ledger is charged, too.
         unprotected: what every client shows without noise. It is charged first, so that every epsilon is infinite.
@@ -79,7 +78,7 @@ class Budgets:
         ledger: Ledger,
         accountant: Accountant,
         sampling: str,
-        simulated: bool,
+        repeats: bool,
         caveats: Sequence[str],
         unprotected: Sequence[str],
         name_of: NameOf = str,
@@ -91,7 +90,7 @@ class Budgets:
         self._filters = tuple(filters) or (None,) * len(schedule.clients)
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
         self.sampling, self.caveats = sampling, [Caveat(words) for words in caveats]
-        self._numbers: Counter[tuple[int, int]] | None = Counter() if simulated else None  # of this process's charges
+        self._numbers: Counter[tuple[int, int]] | None = Counter() if repeats else None  # of this process's charges
         self._checked = False
         self._check_fits(schedule)
         clients = range(len(schedule.clients))

@@ -15,6 +15,7 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import Release
 from dpfl_lightning.privacy.accounting.filters import whole_budgets
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, CumulativeGuarantee
+from dpfl_lightning.privacy.accounting.noise_source import source_of
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, once_each
 from dpfl_lightning.privacy.accounting.units import Relation, unit_of
 from dpfl_lightning.privacy.ledger.account import AUTO, NAMELESS, PrivacyAccount
@@ -27,12 +28,12 @@ class DataHolders:
     Args:
         held: their records.
         names: of all clients of the plan; empty if they have only numbers.
-        privacy: holds the key of a simulation, if it is one; None is a run without privacy.
+        privacy: None is a run without privacy.
     """
 
     def __init__(self, held: HeldClients, names: Sequence[str], privacy: PrivacyOptions | None) -> None:
         self.held, self.names, self.privacy = held, names, privacy
-        self.simulated = privacy is not None and privacy.noise_key is not None
+        self.source = source_of(privacy)
 
     def outlook(self, plan: RunPlan) -> str:
         """What a run would cost together with those in the account, in words; empty without an account."""
@@ -43,7 +44,7 @@ class DataHolders:
 
     def account(self) -> PrivacyAccount | None:
         """The account of the data holders; None for public data and without protection."""
-        chosen = None if self.privacy is None or self.simulated else self.privacy.account
+        chosen = self.privacy.account if self.privacy is not None and self.source.protects else None
         public = chosen == AUTO and bool(self.held.population.origin)
         population = self.held.population
         if chosen is None or public or not any(map(len, (*population.train_of, *population.held_out_of))):
@@ -73,12 +74,8 @@ class DataHolders:
         limited = account.limits_on(self._entry(plan, account, "planned", Path("none")))
         limit = f"because there is a limit on {', '.join(limited)}"
         advice = "Train on other records, within the limit, or remove it by `dpfl account unlimit`."
-        if self.privacy is None:
-            require(not limited, "privacy", f"be set, {limit}", None, advice)
-        elif self.simulated:
-            require(not limited, "privacy.noise_key", f"be null, {limit}", self.privacy.noise_key, advice)
-        else:
-            require(not limited, "privacy.account", f"be set, {limit}", None, advice)
+        option, must = self.source.option or "privacy.account", self.source.must or "be set"
+        require(not limited, option, f"{must}, {limit}", None if must == "be set" else "a key", advice)
 
     def _entry(self, plan: RunPlan, account: PrivacyAccount, run: str, ledger: Path) -> RunRecord:
         own, filters, population = self._with_records(), bounding_events(plan, self.privacy), self.held.population

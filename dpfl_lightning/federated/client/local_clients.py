@@ -36,6 +36,7 @@ from dpfl_lightning.federated.messages.requests import Ask, Charged, Train
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.models import check_net
+from dpfl_lightning.privacy.accounting.noise_source import key_of
 from dpfl_lightning.privacy.accounting.units import unit_of
 from dpfl_lightning.privacy.noise import Streams
 
@@ -60,7 +61,7 @@ class LocalClients(RunLog):
     """The clients whose records are in this process, by default all of a run; implements `Clients`.
 
     Args:
-        privacy: holds the key of a simulation, if it is one; None is a run without privacy.
+        privacy: None is a run without privacy.
         names: of all clients of the plan (default: those of the population); empty if they have only numbers.
         numbers, count: those of the population's clients in a plan of `count` clients; None: they are all.
 
@@ -108,7 +109,7 @@ class LocalClients(RunLog):
 
     @property
     def noise(self) -> str:
-        return Streams(b"" if self.simulated else None).words(self.device)
+        return self.source.words(self.device.type)
 
     @property
     def holders(self) -> DataHolders:
@@ -129,7 +130,7 @@ class LocalClients(RunLog):
         self.prepare(folder, plan)
         self._streams = self.streams(plan)
         if self.unit.is_group:
-            self.held = self.held.chosen(self._streams.simulation or self.folder.data_key(ended))
+            self.held = self.held.chosen(self._streams.secret or self.folder.data_key(ended))
         self.held.trainer, self.held.log = self.engine, self
         with naming_layers(self.module.net):
             self.channel.setup(self.module, self.held, self._streams, self.sampling)
@@ -140,11 +141,11 @@ class LocalClients(RunLog):
         self._counts_before = self.held.counts.clone()
 
     def streams(self, plan: RunPlan) -> Streams:
-        """Fresh noise for every release; in a simulation, and in a run without noise, it follows from the key."""
-        key = "" if self.privacy is None else self.privacy.noise_key
+        """The streams of the run's source of noise."""
+        key = key_of(self.privacy)
         if key is None:
             return Streams()
-        return Streams.simulated(key, plan.seed, json.dumps(configuration(plan, self.privacy), sort_keys=True))
+        return Streams.of_key(key, plan.seed, json.dumps(configuration(plan, self.privacy), sort_keys=True))
 
     def change(self, schedule: RunSchedule) -> None:
         if not self._may_change:  # the header of the ledger says so

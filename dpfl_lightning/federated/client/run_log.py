@@ -18,7 +18,8 @@ from dpfl_lightning.federated.messages.clients import ClientAccount, RunPlan
 from dpfl_lightning.federated.messages.evaluation import SHOWN
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import noised_steps
-from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.accounting.noise_source import source_of
 from dpfl_lightning.privacy.accounting.units import Relation, unit_of
 from dpfl_lightning.privacy.ledger.file import Head, Header
 from dpfl_lightning.privacy.ledger.ledger import Ledger, check_resumed
@@ -44,18 +45,18 @@ class RunLog:
     """What the clients of a run pay for: the ledger in its folder, and the budgets of its plan.
 
     Args:
-        privacy: None is a run without privacy; it holds the key of a simulation, if it is one.
+        privacy: None is a run without privacy.
         names: of all clients of the plan; empty if they have only numbers.
         caveats: sentences about the records that every guarantee must contain.
     """
 
     def __init__(self, privacy: PrivacyOptions | None, names: Sequence[str], caveats: Sequence[str] = ()) -> None:
         self.privacy, self.names = privacy, names
-        self.simulated = privacy is not None and privacy.noise_key is not None
+        self.source = source_of(privacy)
         self.sampling: str = "poisson" if privacy is None else privacy.sampling
         self.unit = unit_of(privacy)
         self.unprotected: tuple[str, ...] = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
-        self.caveats = (*((SIMULATED,) if self.simulated else ()), *caveats)
+        self.caveats = (*self.source.caveats, *caveats)
 
     def name_of(self, client: int) -> str:
         return self.names[client] if self.names else str(client)
@@ -114,7 +115,7 @@ class RunLog:
                     self.ledger,
                     accountant,
                     self.sampling,
-                    self.simulated or self.privacy is None,
+                    self.source.repeats,
                     plan.caveats,
                     self.unprotected,
                     self.name_of,

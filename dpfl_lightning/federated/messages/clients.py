@@ -18,6 +18,7 @@ from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.models.learning_rates import CONSTANT, Constant
 from dpfl_lightning.models.optimizers import PLAIN_SGD, LocalOptimizer
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.accounting.noise_source import NoiseSource
 from dpfl_lightning.privacy.accounting.units import Unit
 
 T = TypeVar("T")
@@ -65,12 +66,11 @@ class Clients(Protocol):
     """All clients of a run, as the server sees them: it never receives a record, a key or a ledger.
 
     Every release is planned (`begin`), charged (`accept`, or within `ask`), computed and noised, in this order.
-    `simulated` means that noise follows from a given key, so that the run protects nobody; `unprotected` is what every
-    client shows without noise, in words; `caveats` are sentences that every guarantee of these clients must contain;
-    `unit` is what they protect.
+    `source` is where noise comes from; `unprotected` is what every client shows without noise, in words; `caveats` are
+    sentences that every guarantee of these clients must contain; `unit` is what they protect.
     """
 
-    simulated: bool
+    source: NoiseSource
     sampling: str
     unprotected: tuple[str, ...]
     caveats: tuple[str, ...]

@@ -22,6 +22,7 @@ from dpfl_lightning.federated.server.scores import in_words, number
 from dpfl_lightning.models.tasks import Measure
 from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none, get_accountant
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
+from dpfl_lightning.privacy.accounting.noise_source import FRESH, SOURCES, NoiseSource
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
 FORMAT = 1  # of result.json and guarantees.json
@@ -112,7 +113,7 @@ class RunInfo:
         noise: where noise and sampling come from, in words.
         options: the resolved configuration; empty if the run was built in Python.
         strategies: their names.
-        simulated: whether noise follows from a given key, so that no epsilon of the run protects anybody.
+        source: where noise comes from.
         exact_times: whether times are reported as measured.
         task: of the model, in words.
         replans: whether a strategy may change the schedule during the run.
@@ -132,7 +133,7 @@ class RunInfo:
     accountant: Accountant
     noise: str
     options: Mapping[str, Any]
-    simulated: bool = False
+    source: NoiseSource = FRESH
     exact_times: bool = False
     strategy_notes: tuple[str, ...] = ()
     task: str = ""
@@ -156,7 +157,8 @@ class RunInfo:
         accountant = {"name": self.accountant.name, "adjacency": self.accountant.adjacency}
         clients = None if self.clients is None else self.clients.as_dict()
         seconds = finite_or_none(self.estimated_seconds)
-        return {**fields, "estimated_seconds": seconds, "accountant": accountant, "clients": clients}
+        fields |= {"estimated_seconds": seconds, "source": self.source.name}
+        return {**fields, "accountant": accountant, "clients": clients}
 
     @classmethod
     def read(cls, content: Mapping[str, Any], folder: Path, options: Mapping[str, Any]) -> RunInfo:
@@ -165,6 +167,7 @@ class RunInfo:
         known = {
             "estimated_seconds": math.nan if seconds is None else seconds,
             "accountant": get_accountant(**content["accountant"]),
+            "source": SOURCES[content["source"]],
             "clients": None if clients is None else PlannedClients.read(clients),
             **{name: tuple(content[name]) for name in ("strategies", "strategy_notes")},
         }
@@ -261,7 +264,6 @@ class RunResult:
     test_tables: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
     test_set: bool = True
     task: str = ""
-    simulated: bool = False
     at_sites: bool = False
     accuracy_mean: float | None = None
     accuracy_std: float | None = None

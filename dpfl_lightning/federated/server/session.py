@@ -264,7 +264,7 @@ class RunSession:
         self.clients.load_state_dict(saved["clients"])
         self.totals = RunTotals.of(saved)
         self.snapshot, self._lost_before = dict(saved), frozenset(saved["lost"])
-        if not (self.clients.simulated or saved["ended"]) and self.clients.was_charged(round + 1):
+        if not (self.clients.source.repeats or saved["ended"]) and self.clients.was_charged(round + 1):
             words, last = f"round {round + 1} was broken off", round + 1 == self.config.rounds
             if self.schedule.reserve or not last:
                 words += ": it is charged again, with fresh noise"
@@ -428,7 +428,7 @@ class RunSession:
             sampling=clients.sampling,
             accountant=config.accountant,
             noise=clients.noise,
-            simulated=clients.simulated,
+            source=clients.source,
             exact_times=config.exact_times,
             options=config.options,
             task=self.model.task_note,
@@ -506,7 +506,6 @@ class RunSession:
             noise=info.noise,
             task=info.task,
             test_set=config.facts.test_set,
-            simulated=info.simulated,
             at_sites=config.facts.at_sites,
             clients=self._client_rows(guarantees, scores, self.state if final_models is None else final_models),
             metrics=summary.for_json(totals.metrics),

@@ -134,7 +134,7 @@ def solved(schedule: RunSchedule, accountant: Accountant) -> RunSchedule:
 class RunConfig:
     """What is fixed before the first round. Raises UserError if its parts do not fit together.
 
-    `privacy` lacks the key of a simulation, and None is a run without privacy; `optimizer` None is that of the model.
+    `privacy` lacks its secrets, and None is a run without privacy; `optimizer` None is that of the model.
     `caveats` are sentences that every guarantee of the run must contain, `exact_times` says that times are reported as
     measured. For the other fields see `FederatedLoop`.
     """

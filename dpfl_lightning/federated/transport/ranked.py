@@ -61,7 +61,7 @@ class RankChannel:
     rounded once. (An engine that leaves the threads within an operator to the environment gives equal bits if
     `OMP_NUM_THREADS` is equal.)
 
-    **Privacy** Records stay on their rank. What crosses: the key of a simulation (otherwise each rank draws fresh
+    **Privacy** Records stay on their rank. What crosses: the key of noise that repeats (otherwise each rank draws fresh
     noise), which rows of each unit are used, start models, released updates, noisy answers, what stays with clients,
     counts of gradients, outputs of evaluation.
     """

@@ -280,7 +280,7 @@ class Clustered(GroupingStrategy):
         if not mixture.confident:
             then = "all clients share one model" if groups == 1 else "models begin with groups that may be wrong"
             found = "the clients are one group" if groups == 1 else f"these {groups} groups of clients are right"
-            why = ", as a group is a single client or not found again in simulated noise"
+            why = ", as a group is a single client or not found again when noise is drawn again"
             why = why if groups > 1 and mixture.probability == 0 else ""
             warn_user(
                 f"strategy clustered: the probability that {found} is {mixture.probability:.2g}{why}, below "

@@ -9,14 +9,9 @@ from typing import Any, Self
 
 from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, NonPrivateEvent, Release
+from dpfl_lightning.privacy.accounting.noise_source import NoiseSource, source_in
 from dpfl_lightning.privacy.accounting.units import RECORD, Unit
 from dpfl_lightning.runtime.text import at_most, counted
-
-#: caveat of every guarantee of a simulation
-SIMULATED = (
-    "a simulation: its noise follows from privacy.noise_key, so nobody is protected, and epsilon is that of the "
-    "simulated mechanism"
-)
 
 #: what a set of noisy sums is
 _OF_COUNTS = " of counts of held-out records, from which accuracy, AUROC and calibration follow,"
@@ -26,11 +21,6 @@ CHOSEN = "results of earlier runs chose its releases"
 
 #: caveat of every guarantee of a run that reports exact times
 EXACT_TIMES = "exact times of rounds are reported, and they can depend on records"
-
-#: where noise comes from, in words
-SIMULATED_NOISE = "simulated: it follows from privacy.noise_key"
-FRESH_NOISE = "AES-256 in counter mode, keyed afresh by the operating system for every release"
-GPU_NOISE = f"the GPU's generator (Philox), seeded for every release by {FRESH_NOISE}"
 
 #: caveat of every guarantee of a run whose end follows from its results
 ENDS_BY_RESULTS = "the run may end by its results, so what is guaranteed is the epsilon of all that was planned"
@@ -141,9 +131,9 @@ class Guarantee:
         return EXACT_SCORES in self.not_covered
 
     @property
-    def simulated(self) -> bool:
-        """Whether the guarantee is that of a simulation, which protects nobody."""
-        return SIMULATED in self.caveats
+    def source(self) -> NoiseSource:
+        """Where the noise comes from."""
+        return source_in(self.caveats)
 
     def words(self) -> str:
         """Return the guarantee as one sentence, followed by the caveats.
@@ -159,7 +149,7 @@ class Guarantee:
                 f"({at_most(self.epsilon)}, {at_most(self.delta)})-differential privacy per {self.unit} "
                 f"({self.adjacency}), {self.sampling}, accounted by {self.accountant}."
             )
-            sentence = f"Simulated, nobody is protected: {sentence}" if self.simulated else sentence
+            sentence = f"{self.source.heading}{sentence}"
         said = [sentence, *self._of_all_runs()]
         return " ".join([*said, *(f"Caveat: {caveat.rstrip('.')}." for caveat in self.caveats)])
 

@@ -128,7 +128,7 @@ def open_study(state: StateFolder, plan: str, score_every: int = 0) -> Study:
 
     Raises UserError, before anything is written, unless the plan is unchanged and its ledger whole.
     """
-    terms, settings = state.terms(plan), state.settings()
+    terms = state.terms(plan)
     client = state.plans()[plan].client
     file = state.plan_folder(plan) / "plan.json"
     require(
@@ -136,7 +136,7 @@ def open_study(state: StateFolder, plan: str, score_every: int = 0) -> Study:
     )
     state.released(plan)
     clients = offer_of(terms, state).clients()
-    study = Study(state.plan_folder(plan), terms, client, clients, settings.test_key, score_every)
+    study = Study(state.plan_folder(plan), terms, client, clients, score_every)
     state.begin(plan)
     return study
 
@@ -189,7 +189,7 @@ def _options(terms: Terms, settings: Settings) -> Options:
         _check_fixed(path, model.get("init_args") or {}, settings)
         model = {**model, "init_args": settings.model_args}
     values = {**{key: terms.plan.options.get(key) for key in ("seed", "task")}, "model": model}
-    privacy = {**privacy_of(terms), "epsilon": 1.0, "noise_key": settings.test_key}  # budgets are those of the plan
+    privacy = settings.with_key({**privacy_of(terms), "epsilon": 1.0})  # budgets are those of the plan
     count = {"count": len(terms.plan.settings)}
     return from_mapping({**values, "privacy": privacy, "clients": count})
 

@@ -50,7 +50,6 @@ from dpfl_lightning.sites.terms import client_of, cost_of, model_words, privacy_
 _MOST_SITES = 50  # in the table
 _MOST_CHANGES = 30  # in the table
 _SHOWN = 200  # characters of a text of the server in a table
-_TEST_KEY = "Not for this node: its noise follows from a test key, so that nobody is protected."
 _NO_CONTACT = (
     "No contact for questions about this study was named.",
     " Before you sign, ask the operator for one, or write it into section 8.",
@@ -123,7 +122,7 @@ def site_plan(
         digest=hashed,
         date=date.today().isoformat(),
         stage=_stage(reserved),
-        warning=_TEST_KEY if settings.test_key is not None else "",
+        warning=f"Not for this node: {warning}." if (warning := settings.source.warning) else "",
         contact=f"Contact for questions about this study: {asked}." if asked else "",
         no_contact="" if asked else _NO_CONTACT[0] + _NO_CONTACT[1] * (reserved is None),
         guarantee=cost,

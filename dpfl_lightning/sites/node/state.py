@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from dpfl_lightning.config.reading import check_format, expecting, read_bytes, read_key
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import exact_sum
+from dpfl_lightning.privacy.accounting.noise_source import NoiseSource, source_of, with_key
 from dpfl_lightning.privacy.accounting.units import RECORD, ROWS_KEY, Unit, unit_of
 from dpfl_lightning.privacy.compose import Keys, Line, compose
 from dpfl_lightning.privacy.ledger.file import is_begun
@@ -45,7 +46,7 @@ class Settings:
         model: `module.Class` of the site's installation that plans may name as `model.class_path`; None allows the
             models of this package only.
         model_args: the `model.init_args` with which a plan may name it, and no others.
-        test_key: 32 hexadecimal digits from which noise follows in tests: it protects nobody. None draws fresh noise.
+        noise_key: 32 hexadecimal digits from which noise follows in tests: it protects nobody. None draws fresh noise.
     """
 
     name: str
@@ -57,7 +58,15 @@ class Settings:
     unit: Unit = RECORD
     model: str | None = None
     model_args: Mapping[str, Any] = field(default_factory=dict)
-    test_key: str | None = None
+    noise_key: str | None = None
+
+    @property
+    def source(self) -> NoiseSource:
+        return source_of(vars(self))
+
+    def with_key(self, section: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a section privacy of a configuration with this node's source of noise."""
+        return with_key(section, self.noise_key)
 
 
 @dataclass(frozen=True)
@@ -167,8 +176,8 @@ class StateFolder:
             require(ledger.is_file(), ledger.name, "hold the charges of this plan", "no file")
             paid = len(read_ledger(ledger))
             made = max(numbers, default=-1) + 1
-            simulated = self.settings().test_key is not None  # such a node repeats a release without a charge
-            require(simulated or paid >= made, ledger.name, f"pay for the {made} releases that were made", paid)
+            repeats = self.settings().source.repeats  # without a charge
+            require(repeats or paid >= made, ledger.name, f"pay for the {made} releases that were made", paid)
         except UserError as error:
             raise UserError(
                 f"`{folder}` must hold the whole ledger of its plan, got: {str(error).partition('. ')[0].rstrip('.')}. "

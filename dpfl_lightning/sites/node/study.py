@@ -31,7 +31,7 @@ from dpfl_lightning.federated.messages.requests import Ask, Evaluate, Train
 from dpfl_lightning.federated.messages.update import is_sound
 from dpfl_lightning.models.augmentation import NUMBERS, OPERATIONS
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
-from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
+from dpfl_lightning.privacy.accounting.noise_source import key_of, with_key
 from dpfl_lightning.privacy.ledger.file import read_head
 from dpfl_lightning.privacy.mechanism import mechanism_of
 from dpfl_lightning.runtime.files import write_atomically
@@ -80,8 +80,8 @@ wire.register(Kept)
 class Study:
     """The client of a node in the run of one accepted plan.
 
-    `clients` hold the records of this client only. `test_key` replaces the fresh noise of the plan. Models that are
-    trained from are scored every `score_every` rounds, if this is not 0.
+    `clients` hold the records of this client only, and the node's source of noise. Models that are trained from are
+    scored every `score_every` rounds, if this is not 0.
 
     **Guarantees** Mechanisms and steps follow from the plan that the operator has accepted, never from a request. The
     charge of a release is on disk before the release is computed, and the release is on disk before it is sent: a
@@ -94,7 +94,6 @@ class Study:
         terms: Terms,
         client: int,
         clients: LocalClients,
-        test_key: str | None,
         score_every: int = 0,
     ) -> None:
         self.clients, self._plan = clients, terms.plan
@@ -104,10 +103,9 @@ class Study:
         self._folder, self._releases = folder, folder / "releases"
         self._releases.mkdir(exist_ok=True)
         plan = dataclasses.replace(terms.plan, caveats=tuple(map(server_words, terms.plan.caveats)))
-        if test_key is not None:  # as if the configuration had it: the streams follow from both
-            privacy = {**plan.options["privacy"], "noise_key": test_key}
-            caveats = (SIMULATED, *plan.caveats)
-            plan = dataclasses.replace(plan, options={**plan.options, "privacy": privacy}, caveats=caveats)
+        if not clients.source.protects:  # as if the configuration had it: the streams follow from both
+            options = {**plan.options, "privacy": with_key(plan.options["privacy"], key_of(clients.privacy))}
+            plan = dataclasses.replace(plan, options=options, caveats=(*clients.source.caveats, *plan.caveats))
         head = read_head(folder / "ledger.jsonl")
         saved = None if head is None or head.lines == 0 else {"ledger": head.as_dict()}
         clients.begin(folder, plan, saved, ended=False)
@@ -118,7 +116,7 @@ class Study:
     def welcome(self) -> Welcome:
         """Return all that the client has paid for."""
         paid = tuple(one for round in self.clients.ledger.rounds(self.client.number) for one in self._paid(round))
-        return Welcome(self.clients.simulated, paid)
+        return Welcome(self.clients.source.protects, paid)
 
     def reply(self, request: Train | Ask) -> Reply:
         """Return the release that is asked for, or why it is refused.

@@ -26,9 +26,8 @@ from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, answe
 from dpfl_lightning.federated.messages.requests import Ask, Evaluate, Train, train_requests
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
-from dpfl_lightning.privacy.accounting.guarantee import SIMULATED
+from dpfl_lightning.privacy.accounting.noise_source import FRESH, KEYED
 from dpfl_lightning.privacy.ledger.ledger import Charge
-from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.runtime.devices import use_exact_products
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import (
@@ -64,7 +63,7 @@ class RemoteClients(RunLog):
     forged or its ledger an older one, or if no node sends a release.
     """
 
-    noise = Streams().words(torch.device("cpu"))  # of each site, by its own
+    noise = FRESH.words("cpu")  # of each site, by its own
     account_words = ""  # the operators of the sites have accounts
 
     def __init__(
@@ -87,10 +86,9 @@ class RemoteClients(RunLog):
         self._late: dict[int, tuple[int, str]] = {}  # client -> round and purpose of the reply that was late
         self._channel = None if nodes is None else SiteChannel(nodes, module)
         welcomes = () if self._channel is None else self._channel.welcomes
-        self.simulated = self.simulated or any(
-            isinstance(one.reply, Welcome) and one.reply.simulated for one in welcomes
-        )
-        self.caveats = (*((SIMULATED,) if self.simulated else ()), *test.caveats)
+        if any(isinstance(one.reply, Welcome) and not one.reply.protects for one in welcomes):
+            self.source = KEYED
+        self.caveats = (*self.source.caveats, *test.caveats)
 
     @property
     def channel(self) -> SiteChannel:
@@ -119,7 +117,7 @@ class RemoteClients(RunLog):
 
     def _require_accepted(self, plan: RunPlan) -> None:
         """Raise UserError unless the sites have accepted this plan."""
-        caveats = tuple(words for words in plan.caveats if words != SIMULATED)
+        caveats = tuple(words for words in plan.caveats if words not in self.source.caveats)
         asked = dataclasses.replace(plan, options=deciding_options(plan.options), caveats=caveats)
         must = "give the plan that the sites have accepted; export it again, and let them accept it, for another one"
         accepted = self.channel.terms.plan

@@ -28,6 +28,7 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy, overrides
 from dpfl_lightning.loop import FederatedLoop, build_loop
 from dpfl_lightning.privacy.accounting.guarantee import leaks_of
+from dpfl_lightning.privacy.accounting.noise_source import source_of
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Site, Terms, client_names
@@ -145,9 +146,9 @@ def check_deployable(loop: FederatedLoop) -> None:
     require(bool(options), "--config", "be the configuration of the run", None, "Nodes build the model from it.")
     require(privacy is not None, "privacy", "be given: sites release nothing without noise", None)
     assert privacy is not None  # for mypy
-    given = options.get("privacy") or {}
-    advice = "The operator of a test node gives it: privacy.noise_key of `dpfl node init`."
-    require(given.get("noise_key") is None, "privacy.noise_key", "be null: each site draws its noise", "a key", advice)
+    source = source_of(options.get("privacy") or {})
+    advice = f"The operator of a test node gives it: {source.option} of `dpfl node init`."
+    require(source.protects, source.option, f"{source.must}: each site draws its noise", "a key", advice)
     require(not privacy.diagnostics, "privacy.diagnostics", "be false: sites show no counts", True)
     require(privacy.sampling == "poisson", "privacy.sampling", "be poisson: sites sample so", privacy.sampling)
     for section, key, why in (
