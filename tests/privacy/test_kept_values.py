@@ -277,3 +277,21 @@ def test_variables_of_a_file_that_stay_are_no_change():
     )
     kept = Kept([net])
     assert kept._walk.is_current() and not kept.changed()
+
+
+def test_what_stays_is_seen_to_stay_without_a_second_walk():
+    """Annotations of types show the attributes of their class, which Python makes anew whenever they are read."""
+    held = [tuple[int, str], dict[str, float], int | None, collections.OrderedDict[str, int], functools.partial(len)]
+    kept = Kept([Keeping([*held, {"read": lambda one: type(one)}])])
+    assert kept._walk.is_current()
+
+
+def test_steps_of_training_need_no_second_walk():
+    net = Keeping(0)
+    net.register_buffer("table", torch.zeros(1 << 17))
+    net.same = net.table
+    kept = Kept([net])
+    net.table += 1
+    assert {*kept.changed()} == {"table", "same"} and kept.again() is kept and not kept.changed()
+    net.value = 1
+    assert kept.changed() == ["value"] and kept.again() is not kept

@@ -29,9 +29,11 @@ from types import (
     FrameType,
     FunctionType,
     GeneratorType,
+    GenericAlias,
     MappingProxyType,
     MethodType,
     ModuleType,
+    UnionType,
 )
 from typing import Any, TypeVar
 
@@ -154,6 +156,7 @@ class Walk(dict[int, Any]):
 
     def __init__(self, seen: Mapping[int, Any] | None = None) -> None:
         super().__init__(seen or {})
+        self._first = 0  # place of the first object
         self._order = {key: place for place, key in enumerate(self)}
         self.kept: list[object] = []  # so that no other object gets its id
         self._tables: dict[int, dict[Any, Any]] = {}
@@ -162,16 +165,26 @@ class Walk(dict[int, Any]):
         self._names: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}  # of variables of files
         self._parts: dict[object, Callable[[], Iterable[object]]] = {}
         self._numbers: dict[object, tuple[Callable[[], object], object]] = {}
-        self._in_place: dict[int, Tensor] = {}  # of which versions are compared
+        self._in_place: dict[int, _Version] = {}  # of tensors of which versions are compared
 
     def join(self, value: object) -> None:
         """Note that the walk has seen an object."""
-        self._order.setdefault(id(value), len(self._order))
+        self._order.setdefault(id(value), self._first + len(self._order))
         self[id(value)] = value
+
+    def nested(self) -> Walk:
+        """Return a walk that has seen what this one has seen by now, and of which this one learns nothing."""
+        return _Nested(self)
+
+    def place(self, key: int) -> int | None:
+        """Return the place in the walk of the object with an id; None if it has not seen it."""
+        return self._order.get(key)
 
     def again(self, value: object) -> tuple[str, int]:
         """Return the place in the walk of an object that it has seen: another one in its place is a change."""
-        return "seen", self._order[id(value)]
+        place = self.place(id(value))
+        assert place is not None  # for mypy
+        return "seen", place
 
     def table(self, table: dict[Any, Any]) -> None:
         """Note a dictionary, and attributes of a subclass."""
@@ -208,15 +221,15 @@ class Walk(dict[int, Any]):
             self._numbers[key] = read, read()
         return self._numbers[key][1]  # type: ignore[return-value]
 
-    def version(self, tensor: Tensor) -> int:
-        """Return the version of a tensor, which is compared in place of its numbers."""
-        self._in_place[id(tensor)] = tensor
-        return tensor._version
+    def version(self, tensor: Tensor) -> object:
+        """Return what has the version of a tensor, which is compared in place of its numbers."""
+        if id(tensor) not in self._in_place:
+            self._in_place[id(tensor)] = _Version(tensor)
+        return self._in_place[id(tensor)]
 
     def close(self) -> Walk:
         """Note all objects at the end of a walk."""
         self._filled = [one for one in self._tables.values() if one]  # the size of an empty one tells all
-        self._versions = [one._version for one in self._in_place.values()]
         self._objects = [[*found] for found in self._now()]
         return self
 
@@ -237,16 +250,61 @@ class Walk(dict[int, Any]):
         """Return the numbers of entries, as objects of which there is one for each number."""
         return map(_NUMBERS.setdefault, sizes := [*map(dict.__len__, tables), *map(len, spaces)], sizes)
 
-    def is_current(self) -> bool:
-        """Return whether everything that was read is as it was."""
+    def renewed(self) -> bool:
+        """Return whether everything is as it was but for versions, which are noted again."""
+        if not self.is_current(versions=False):
+            return False
+        for one in self._in_place.values():
+            one.note()
+        return True
+
+    def is_current(self, versions: bool = True) -> bool:
+        """Return whether everything that was read is as it was, if asked for the versions of tensors, too."""
         try:
             return (
-                [one._version for one in self._in_place.values()] == self._versions
+                not (versions and any(one.has_changed() for one in self._in_place.values()))
                 and all(map(_are_same, self._now(), self._objects))
                 and all(read() == before for read, before in self._numbers.values())
             )
         except Exception:  # of a user's object; another walk says what is wrong
             return False
+
+
+class _Version:
+    """The version of a tensor when it was last noted; it equals another one of that number."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.note()
+
+    def note(self) -> None:
+        self._number = self._tensor._version
+
+    def has_changed(self) -> bool:
+        return self._tensor._version != self._number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Version) and other._number == self._number
+
+    def __repr__(self) -> str:
+        return f"version {self._number}"
+
+
+class _Nested(Walk):
+    """What `Walk.nested` returns."""
+
+    def __init__(self, outer: Walk) -> None:
+        super().__init__()
+        self._outer, self._first = outer, outer._first + len(outer._order)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, int) and self.place(key) is not None
+
+    def place(self, key: int) -> int | None:
+        if key in self._order:
+            return self._order[key]
+        place = self._outer.place(key)
+        return place if place is not None and place < self._first else None
 
 
 def _are_same(found: Iterable[object], before: Iterable[object]) -> bool:
@@ -274,8 +332,8 @@ class Kept:
         self._walk.close()
 
     def again(self) -> Kept:
-        """Return what is kept now: this, if nothing has changed."""
-        return self if self._walk.is_current() else Kept(self._owners)
+        """Return what is kept now: this, if nothing has changed but the numbers of parameters and large buffers."""
+        return self if self._walk.renewed() else Kept(self._owners)
 
     def changed(self) -> list[str]:
         """Return the names of what is kept otherwise than at first."""
@@ -395,7 +453,7 @@ def _content(value: Any, seen: Walk) -> object:
     state, held, hides = _kind(type(value))
     if state is not None:
         seen.kept.append(value)
-        found = seen.number(id(value), functools.partial(_content_of_state, state, value, Walk(seen)))
+        found = seen.number(id(value), functools.partial(_content_of_state, state, value, seen.nested()))
         if id(value) in seen:
             return found, seen.again(value)
         seen.join(value)
@@ -438,13 +496,13 @@ def _content(value: Any, seen: Walk) -> object:
         and type(value).__reduce__ is not object.__reduce__
     ):
         reduce = type(value).__reduce__
-        return seen.number(id(value), functools.partial(_content_of_state, reduce, value, Walk(seen)))
+        return seen.number(id(value), functools.partial(_content_of_state, reduce, value, seen.nested()))
     if isinstance(value, FunctionType):
         seen.function(value, ())
     else:
         seen.parts((id(value), "held"), lambda: [type(value), *_values_of(value, held)])
     parts = {name: _content(getattr(value, name, None), seen) for name in held}
-    memory = seen.number((id(value), "memory"), functools.partial(_in_memory, value, Walk(seen))) if hides else None
+    memory = seen.number((id(value), "memory"), functools.partial(_in_memory, value, seen.nested())) if hides else None
     memory = value.__name__ if isinstance(value, BuiltinMethodType) else memory
     if isinstance(value, FunctionType):
         parts |= {f"its {name}": repr(getattr(value, name)) for name in _NAMED} | _referred(value, seen)
@@ -474,7 +532,7 @@ def _in_memory(value: Any, seen: Walk) -> object:
     known = {str(getattr(one, "__module__", "")).partition(".")[0] for one in type(value).__mro__} <= _LIBRARIES
     if known and not any(isinstance(one, FunctionType) for one in ways):
         with suppress(Exception):  # it has no copies
-            return _content(value.__reduce_ex__(4), Walk(seen))
+            return _content(value.__reduce_ex__(4), seen.nested())
     return (_Itself(value),)
 
 
@@ -534,7 +592,7 @@ def _numbers(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _content_of_state(state: Callable[[Any], object], value: Any, seen: Walk) -> object:
-    return type(value), _content(state(value), Walk(seen))
+    return type(value), _content(state(value), seen.nested())
 
 
 def _kind(kind: type) -> tuple[Callable[[Any], object] | None, tuple[str, ...], bool]:
@@ -759,6 +817,8 @@ _HELD: dict[type, tuple[str, ...]] = {
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
     property: ("fget", "fset", "fdel"),
+    GenericAlias: ("__origin__", "__args__"),  # its other attributes are those of the class
+    UnionType: ("__args__",),
     BaseException: ("args", "__cause__", "__context__", "__dict__"),
 }
 
