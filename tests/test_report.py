@@ -88,12 +88,14 @@ def test_rounds_are_appended_and_those_that_a_resumed_run_repeats_are_removed(tm
         history.read(path)
 
 
-def test_runs_are_compared_with_their_seeds_guarantees_and_clients(tmp_path):
+def test_runs_are_compared_with_their_seeds_guarantees_and_clients(tmp_path, capsys):
     for seed, accuracy in ((0, 0.5), (1, 0.7)):
         a_folder(tmp_path / "seeds" / f"seed_{seed}", test_accuracy=accuracy, options={"seed": seed})
     summary = {"format": 1, "seeds": [0, 1], "guarantee": RunGuarantee(**SEEDS, runs=2).as_dict()}
     (tmp_path / "seeds" / "result.json").write_text(json.dumps(summary))
     other = a_folder(tmp_path / "other", options={"rounds": 9}, test_accuracy=None, names=("berlin", "paris", "rome"))
+    assert main([str(tmp_path / "seeds"), "--text"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Guarantee of all 2 runs: (")
     page = report([tmp_path / "seeds", other])
     text = words(page)
     assert "60.00% \N{PLUS-MINUS SIGN} 14.14%" in text and "2 of 2 seeds finished" in text
@@ -105,6 +107,17 @@ def test_runs_are_compared_with_their_seeds_guarantees_and_clients(tmp_path):
     rows = charts(page)[over_epsilon]
     assert rows[:2] == [["seeds", "0.3", "0.05"], ["seeds", "0.6", "0.1"]] and rows[-1] == ["other", "1.2", "0.2"]
     assert all(">seeds<" in one and ">other<" in one for one in images(page)), "the legend"
+
+
+def test_a_run_has_one_colour_in_all_charts(tmp_path):
+    one, other = (a_folder(tmp_path / name) for name in ("one", "other"))
+    rounds = [dataclasses.replace(two, values={"test_auroc": 0.5 + two.round / 100}) for two in Run.read(other).rounds]
+    (other / history.FILE).write_text("".join(two.line() for two in rounds))
+    page = report([one, other])
+    heading = "Test auroc over round"
+    assert {cells[0] for cells in charts(page)[heading]} == {"other"}, "alone in a chart, and named"
+    images_of = dict(zip(charts(page), images(page), strict=True))
+    assert "#d9622b" in images_of[heading] and "#2f6fde" not in images_of[heading] and ">other<" in images_of[heading]
 
 
 def test_confusion_and_calibration_on_the_test_set_are_shown(tmp_path):
@@ -124,7 +137,7 @@ def test_runs_without_a_guarantee_and_unfinished_runs_are_marked(tmp_path):
     unfinished = a_folder(tmp_path / "unfinished", rounds=2, finished=False)
     text = words(report([simulated, bare, unfinished]))
     assert "simulated simulated: nobody is protected" in text and "bare no privacy" in text
-    assert "unfinished unfinished unfinished after 2 of 4 rounds 10.00%" in text
+    assert "unfinished unfinished unfinished after 2 of 4 rounds at least" in text
 
 
 def test_names_are_text_and_nothing_is_loaded_from_elsewhere(tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas
 import pytest
 import torch
-from fakes import a_report, a_result, a_view
+from fakes import FRAME, a_report, a_result, a_view
 from mlflow.tracking import MlflowClient
 from safetensors.torch import save_file
 from torch.utils._pytree import tree_map
@@ -33,6 +33,7 @@ from dpfl_lightning.models import named
 from dpfl_lightning.models.saved import code_of, load_model
 from dpfl_lightning.papers.distilled_data import load_distilled
 from dpfl_lightning.papers.sets.distilled_set import DistilledSet
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.clipping.inputs import arguments
 from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.mlflow import SeedsTracking, StudyTracking, Tracking, how_to_open, store_uri, sync
@@ -481,6 +482,21 @@ def test_a_search_its_trials_and_the_run_of_all_seeds_have_rounded_times(store, 
     points = search.store.client.get_metric_history(trial.info.run_id, "accuracy")
     assert {point.timestamp % HOUR for point in points} == {0}
     assert columns_of(search) == ["accuracy"]
+
+
+def test_the_run_of_all_seeds_has_the_epsilon_of_all_of_them_together(store, request, tmp_path):
+    seeds, folders = SeedsTracking(request.node.name, store), [tmp_path / f"seed_{seed}" for seed in range(2)]
+    options = {"rounds": 2, "seed": 0, "strategies": {"size_weighted": {}}}
+    for folder in folders:
+        view = a_view(folder)
+        folder.mkdir()
+        play(Curves(), view, (1, 2))
+    together = Guarantee(epsilon=22.9, delta=1e-3, **FRAME)
+    parent = seeds.begin("", tmp_path, options, [1.0, 4.0])
+    seeds.end(parent, folders, "two seeds", together)
+    run = seeds.store.client.get_run(parent)
+    assert run.data.metrics["train_epsilon_max"] == 22.9 and run.data.tags["epsilon"] == "22.9"
+    assert not [name for name in run.data.metrics if name.startswith("train_epsilon") and name != "train_epsilon_max"]
 
 
 # ---- resuming

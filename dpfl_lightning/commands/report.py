@@ -43,20 +43,22 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 def _print(folders: Sequence[Path]) -> None:
     """Print how each run ended. Raises UserError if a folder holds none."""
-    from dpfl_lightning.federated.server.run import Run
     from dpfl_lightning.reporting.run_files import RunGroup, read
     from dpfl_lightning.reporting.terminal import print_ended
 
-    runs: list[Run] = []
+    groups: list[RunGroup] = []
     for folder in folders:
         part = read(folder)
         must = "be the folder of a run, or of its seeds, with --text"
         require(isinstance(part, RunGroup), "RUN", must, str(folder), "Leave out --text.")
         assert isinstance(part, RunGroup)  # for mypy
-        runs += part.runs
-    for run in runs:
-        print(run.folder)
-        print_ended(run)
+        groups.append(part)
+    for group in groups:
+        for run in group.runs:
+            print(run.folder)
+            print_ended(run)
+        if len(group.runs) > 1 and group.guarantee is not None:
+            print(f"Guarantee of all {len(group.runs)} runs: {group.guarantee.words()}")
 
 
 def report(folders: Sequence[Path]) -> str:

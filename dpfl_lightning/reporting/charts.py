@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,16 +49,19 @@ class Chart:
     y: str
     series: Sequence[Series] = field(default_factory=list)
 
-    def image(self, colours: Sequence[str]) -> str:
-        """Return the chart as SVG in base64; series n has the colour n."""
+    def image(self, colours: Mapping[str, str]) -> str:
+        """Return the chart as SVG in base64, with the colour of each series by its name.
+
+        A legend names the series if charts of the page have several.
+        """
         with matplotlib.rc_context(_STYLE):
             figure, axes = new_axes("", self.x, self.y)
             figure.set_size_inches(6.6, 3.7)
-            for number, one in enumerate(self.series):
-                self._draw(axes, one, colours[number % len(colours)])
+            for one in self.series:
+                self._draw(axes, one, colours[one.name])
             if all(isinstance(x, int) for one in self.series for x in one.x):  # such as rounds
                 axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-            if len(self.series) > 1:
+            if len(colours) > 1:
                 figure.legend(loc="outside lower left", ncols=3, frameon=False)
             buffer = io.BytesIO()
             figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
@@ -74,9 +77,9 @@ class Chart:
             pairs = list(zip(one.y, one.std, strict=True))
             axes.fill_between(one.x, [y - s for y, s in pairs], [y + s for y, s in pairs], color=colour, alpha=0.2)
 
-    def rows(self) -> list[dict[str, str]]:
-        """Return the values as rows of a table, the last ones of many."""
-        several, rows = len(self.series) > 1, []
+    def rows(self, several: bool) -> list[dict[str, str]]:
+        """Return the values as rows of a table, the last ones of many; `several` series have names."""
+        rows = []
         for one in self.series:
             for place, (x, y) in enumerate(zip(one.x, one.y, strict=True)):
                 row = {"run": one.name} if several else {}

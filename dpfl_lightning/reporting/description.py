@@ -4,6 +4,7 @@ import contextlib
 import getpass
 import hashlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -168,7 +169,7 @@ def claim(guarantee: Guarantee) -> dict[str, str]:
     return {
         "guarantee": guarantee.words(),
         "epsilon": at_most(guarantee.epsilon),
-        "delta": at_most(guarantee.delta),
+        **({} if math.isinf(guarantee.epsilon) else {"delta": at_most(guarantee.delta)}),
         "unit": guarantee.unit,
         "covered": whose + ("; ".join(guarantee.covers) or "nothing"),
         "not_covered": "; ".join(guarantee.not_covered),
@@ -185,6 +186,8 @@ def markdown(notes: Sequence[str], reason: str = "", result: RunResult | None = 
     words = in_words(vars(result))
     said, count = claim(result.guarantee), counted(len(result.clients), "client")
     largest = f"**{result.guarantee.source.heading}Epsilon {stated(result.guarantee)}**, the largest of {count}."
+    if math.isinf(result.guarantee.epsilon):
+        largest = f"**{result.guarantee.words()}**"
     scores = [*([f"**{words}**"] if words else []), largest, *remarks([vars(result)])]
     if result.accuracy_worst is not None and result.accuracy_mean is not None:
         over = f"Over {count}: mean accuracy {result.accuracy_mean:.2%}"

@@ -5,7 +5,6 @@ import platform
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -18,7 +17,7 @@ from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.federated.server.scores import Column, bound, in_words, number, remarks, rows_of, summarised
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
-from dpfl_lightning.reporting.odds import Odds, likelihood_ratio, of_several
+from dpfl_lightning.reporting.odds import Odds, anybody_words, likelihood_ratio, of_several, without_exponents
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import at_most, counted, span
 
@@ -58,6 +57,8 @@ def guarantee_page(run: Run) -> str:
         warning=_warning(guarantees, weakest),
         weakest=weakest,
         bare=weakest.words(),
+        statement=without_exponents(weakest.words()),
+        group=anybody_words(first["num_records"], weakest) if finite else "",
         unit=weakest.unit,
         odds=Odds.of(weakest.epsilon, weakest.delta) if finite else None,
         largest=f"This is the weakest promise, that of client {first['name']} (epsilon {at_most(weakest.epsilon)}). "
@@ -75,7 +76,7 @@ def guarantee_page(run: Run) -> str:
         remarks=remarks([vars(result)]),
         summary=summarised(columns) if len(order) > _MOST_ROWS else None,
         rows=[rows[client] for client in order[:_MOST_ROWS]],
-        overspent={row["of budget"] for row, one in zip(rows, result.clients, strict=True) if _is_above(one)},
+        overspent={row["share of budget"] for row, one in zip(rows, result.clients, strict=True) if _is_above(one)},
         folder=folder,
         versions=[*versions, *(f"{name} {version(name)}" for name in _LIBRARIES)],
     )
@@ -93,7 +94,7 @@ def _columns(result: RunResult, guarantees: Sequence[Guarantee]) -> dict[str, Co
         "right guesses, at most": Column([None if one is None else one.guesses for one in odds]),
         "exception": Column([None if one is None else one.exception for one in odds]),
         "epsilon": Column(spent, bound),
-        "of budget": Column([None if share is None else f"{share:.1%}" for share in shares]),
+        "share of budget": Column([None if share is None else f"{share:.1%}" for share in shares]),
         "budget": Column([number(row["epsilon_budget"]) for row in clients], bound),
         "releases": Column([row["releases"] for row in clients], "{:,}".format),
         "noise multiplier": Column([row["noise_multiplier"] for row in clients], "{:.5g}".format),
@@ -169,4 +170,8 @@ def _listed(words: Iterable[str]) -> str:
 
 
 _TEMPLATES = Environment(loader=PackageLoader(__name__, "."), autoescape=True)
-_TEMPLATES.filters |= {"listed": _listed, "span": partial(span, shown=at_most), "at_most": at_most}
+_TEMPLATES.filters |= {
+    "listed": _listed,
+    "span": lambda values: without_exponents(span(values, at_most)),
+    "at_most": lambda value: without_exponents(at_most(value)),
+}

@@ -1,7 +1,9 @@
 """What a guarantee means for someone who guesses whether a record took part."""
 
 import math
+import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import NamedTuple
 
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
@@ -9,6 +11,8 @@ from dpfl_lightning.privacy.accounting.units import RECORD
 from dpfl_lightning.runtime.text import at_least
 
 _USELESS = 10.0  # epsilon of a group above which no bound is shown
+_DIGITS = 3  # of factors, so that their products can be checked
+_MOST = 1e6  # factor above which no number is shown
 
 
 class Odds(NamedTuple):
@@ -18,29 +22,39 @@ class Odds(NamedTuple):
     exception: str
     guesses: str
 
+    @property
+    def times(self) -> str:
+        """The factor within a sentence, before "as likely"."""
+        return f"at most {self.factor} times" if self.factor[0].isdigit() else f"possibly {self.factor} times"
+
     @classmethod
-    def of(cls, epsilon: float, delta: float, digits: int = 2) -> "Odds":
+    def of(cls, epsilon: float, delta: float, digits: int = _DIGITS) -> "Odds":
         """Translate a finite epsilon, with so many digits of the factor; no other epsilon has odds.
 
         With all that a client sent, a guess between two equally likely data sets is right with probability at most
         (exp(epsilon) + delta) / (exp(epsilon) + 1).
 
         >>> Odds.of(2.0, 1e-4)
-        Odds(factor='7.4', exception='1 in 10,000', guesses='88.1 of 100 cases')
+        Odds(factor='7.39', exception='1 in 10,000', guesses='88.1 of 100 cases')
         """
         right = (1 + delta * math.exp(-epsilon)) / (1 + math.exp(-epsilon))
         of_cases = f"{at_least(math.ceil(min(right, 1) * 1000) / 10)} of 100 cases"
         return cls(likelihood_ratio(epsilon, digits), one_in(delta), of_cases)
 
     @classmethod
-    def left(cls, epsilon: float, delta: float, digits: int = 2) -> "Odds":
+    def left(cls, epsilon: float, delta: float, digits: int = _DIGITS) -> "Odds":
         """Translate what is left of a budget: rounded down, and without guesses, of which there are none.
 
-        >>> Odds.left(0.5, 9e-5, digits=3)
+        >>> Odds.left(0.5, 9e-5)
         Odds(factor='1.64', exception='1 in 11,112', guesses='')
         """
         exception = f"1 in {math.ceil(1 / delta - 1e-6):,}" if delta else "0"
         return cls(likelihood_ratio(epsilon, digits, math.floor), exception, "")
+
+
+def anybody_words(units: int, one: Guarantee) -> str:
+    """Return how likely the exception hits anybody of all units of a client."""
+    return f" It hits anybody of all {units:,} {one.unit}s with probability {one_in(units * one.delta)} at most."
 
 
 def one_in(probability: float) -> str:
@@ -52,15 +66,15 @@ def one_in(probability: float) -> str:
     return f"1 in {int(1 / min(probability, 1.0) + 1e-6):,}" if probability else "0"
 
 
-def likelihood_ratio(epsilon: float, digits: int = 2, to_whole: Callable[[float], int] = math.ceil) -> str:
+def likelihood_ratio(epsilon: float, digits: int = _DIGITS, to_whole: Callable[[float], int] = math.ceil) -> str:
     """Return exp(epsilon) with so many digits, rounded up.
 
     >>> likelihood_ratio(0.0), likelihood_ratio(3.0), likelihood_ratio(8.0), likelihood_ratio(40.0)
-    ('1', '21', '3,000', 'more than a million')
-    >>> likelihood_ratio(0.5, 3), likelihood_ratio(1.0, 3), likelihood_ratio(3.0, 3), likelihood_ratio(5.0, 3)
-    ('1.65', '2.72', '20.1', '149')
+    ('1', '20.1', '2,990', 'more than a million')
+    >>> likelihood_ratio(0.5), likelihood_ratio(1.0), likelihood_ratio(5.0)
+    ('1.65', '2.72', '149')
     """
-    if epsilon > math.log(1e6):
+    if epsilon > math.log(_MOST):
         return "more than a million"
     value = math.exp(epsilon) * (1 - 1e-9 if to_whole is math.ceil else 1 + 1e-9)
     step = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
@@ -68,7 +82,7 @@ def likelihood_ratio(epsilon: float, digits: int = 2, to_whole: Callable[[float]
     return f"{round(rounded, digits - 1):,g}" if value < 1000 else f"{rounded:,.0f}"
 
 
-def of_several(one: Guarantee, digits: int = 2, client: str = "client") -> list[dict[str, str]]:
+def of_several(one: Guarantee, digits: int = _DIGITS, client: str = "client") -> list[dict[str, str]]:
     """Return what holds for k records of one unit: k epsilon, and delta (e^(k epsilon) - 1) / (e^epsilon - 1)."""
     rows = []
     for count in (2, 4):
@@ -85,3 +99,12 @@ def of_several(one: Guarantee, digits: int = 2, client: str = "client") -> list[
             }
         )
     return rows
+
+
+def without_exponents(text: str) -> str:
+    """Return a text with small numbers written out.
+
+    >>> without_exponents("(0.5, 1e-05) and 2.5e-07")
+    '(0.5, 0.00001) and 0.00000025'
+    """
+    return re.sub(r"\b\d+(?:\.\d+)?e-\d+\b", lambda found: f"{Decimal(found[0]):f}", text)

@@ -18,6 +18,7 @@ from dpfl_lightning.reporting import terminal
 from dpfl_lightning.runtime.text import duration
 
 _LINE_SECONDS = 10.0  # a log gets a line for an evaluated round at most this often
+_BESIDE = 30  # characters of a short bar, the time that is left and the space between
 _SILENCE_SECONDS = 60.0  # a log gets a line at least this often, even if no round is evaluated
 #: full: plan, rounds and summary; short: a line for each, as for one of several runs; quiet: the final result only;
 #: silent: only why a run stopped
@@ -70,7 +71,7 @@ class Progress(Callback):
             self._score = score or self._score  # in a round without evaluation, the last score stays
             speed = terminal.speed_words(run, last).replace("records", "rec")
             parts = [self._score, terminal.epsilon_words(run, last), terminal.gradient_words(run, last), speed]
-            words = " ".join(filter(None, parts))
+            words = self._fitting([part for part in parts if part], info.rounds)
             self._bar.update(self._task, completed=report.round, words=words, ends=time.monotonic() + seconds_left)
             return
         # Which rounds get a line must not show how long a round took: without exact times the estimate is the clock.
@@ -122,6 +123,12 @@ class Progress(Callback):
         self._task = self._bar.add_task("", total=info.rounds, completed=info.first_round - 1, words="", ends=ends)
         atexit.register(self._stop_bar)  # shows the cursor again after a second Ctrl-C while the run is ending
         self._bar.start()
+
+    def _fitting(self, parts: Sequence[str], rounds: int) -> str:
+        """Return as many of the parts as fit beside the round, the bar and the time that is left."""
+        room = self.console.width - len(f"round {rounds}/{rounds}") - _BESIDE
+        fitting = [n for n in range(1, len(parts) + 1) if len(" ".join(parts[:n])) <= room]
+        return " ".join(parts[: max(fitting, default=1)])[: max(room, 0)]
 
     def _stop_bar(self) -> None:
         if self._bar is not None:

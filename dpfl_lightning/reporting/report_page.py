@@ -2,12 +2,14 @@
 
 import base64
 import io
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
 
+from dpfl_lightning.config.public import published
 from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.federated.server.scores import (
     Rows,
@@ -31,7 +33,7 @@ from dpfl_lightning.reporting.charts import Chart, Series
 from dpfl_lightning.reporting.curves import history, over_seeds
 from dpfl_lightning.reporting.figures import figures
 from dpfl_lightning.reporting.run_files import RunGroup, Search, curves_of, scored
-from dpfl_lightning.runtime.text import at_most, counted, distinct
+from dpfl_lightning.runtime.text import at_most, counted, distinct, flattened
 
 _COLOURS = (
     "#2f6fde",
@@ -58,18 +60,20 @@ def report_page(parts: Sequence[RunGroup | Search], ledgers: Mapping[str, str]) 
     """
     groups = [part for part in parts if isinstance(part, RunGroup)]
     names = distinct([group.name for group in groups])
+    charts = [
+        *_charts(names, groups),
+        *(chart for part in parts if isinstance(part, Search) for chart in _scatters(part)),
+    ]
+    shown = dict.fromkeys(one.name for chart in charts for one in chart.series)
     return _TEMPLATES.get_template("report_page.html").render(
         title=", ".join(part.name for part in parts),
         runs=[_run(name, group, ledgers) for name, group in zip(names, groups, strict=True)],
         summary=_summaries(names, groups, ledgers),
         options=_options(names, groups),
-        charts=[
-            *_charts(names, groups),
-            *(chart for part in parts if isinstance(part, Search) for chart in _scatters(part)),
-        ],
+        charts=charts,
         fairness=_fairness(names, groups),
         searches=[_search(part) for part in parts if isinstance(part, Search)],
-        colours=_COLOURS,
+        colours=dict(zip(shown, itertools.cycle(_COLOURS))),
     )
 
 
@@ -139,10 +143,10 @@ def _summary(name: str, group: RunGroup, scores: Mapping[str, str], ledgers: Map
         "run": name,
         "": ", ".join(_badges(group)),
         "state": state,
+        "largest epsilon": _epsilon(group, results),
         **scores,
         "worst client": f"{score} {spread(score, [value for _, value in worst_of])}" if worst_of else "",
-        "largest epsilon": _epsilon(group, results),
-        "all runs on the records": _all_runs(group),
+        "all runs on the same data, at the end of this one": _all_runs(group),
         "clients": f"{len(results[0]['clients']):,}" if results else "",
         "ledger": "verified" if verified == len(group.runs) else "not verified",
     }
@@ -174,15 +178,21 @@ def _epsilon(group: RunGroup, results: Sequence[Mapping[str, Any]]) -> str:
 
 def _options(names: Sequence[str], groups: Sequence[RunGroup]) -> Rows:
     """Return the parameters that differ between runs; of one run, all of them."""
-    every = [group.runs[0].about.get("params", {}) for group in groups]
+    every = [_params(group.runs[0]) for group in groups]
     seeds = any(len(group.runs) > 1 for group in groups)
-    keys = dict.fromkeys(key for params in every for key in params if key != "seed" or not seeds)
+    changed = [group.runs[0].about.get("params", {}) for group in groups]
+    keys = dict.fromkeys(key for params in changed for key in params if key != "seed" or not seeds)
     rows = [(key, [params.get(key, "") for params in every]) for key in keys]
     return [
         {"option": key, **dict(zip(names, texts, strict=True))}
         for key, texts in rows
         if len(every) == 1 or len({*texts}) > 1
     ]
+
+
+def _params(run: Run) -> dict[str, str]:
+    """Return the parameters of a run, and all its other options, at their defaults."""
+    return {**flattened(published(run.info.options)), **run.about.get("params", {})}
 
 
 def _fairness(names: Sequence[str], groups: Sequence[RunGroup]) -> Rows:

@@ -1,9 +1,7 @@
 """What a plan means for a site: the page before it is accepted and after the run, the same words on a terminal."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
 from jinja2 import Environment, PackageLoader
@@ -12,7 +10,7 @@ from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server.scores import formatted, measure_of, scores_of
 from dpfl_lightning.models.tasks import Measure
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
-from dpfl_lightning.reporting.odds import Odds, of_several, one_in
+from dpfl_lightning.reporting.odds import Odds, anybody_words, of_several, without_exponents
 from dpfl_lightning.runtime.text import at_most
 
 #: columns of `SitePlan.totals`, and what a limit is
@@ -24,7 +22,6 @@ LIMIT = (
 #: columns of `SitePlan.uncovered` and of `SitePlan.withdrawal`
 UNCOVERED = ("what", "does it leave this site, and what protects")
 WITHDRAWAL = ("when", "of a {} in training", "of a held-out {}", "what stays counted in section 5")
-DIGITS = 3  # of factors, so that their products can be checked
 
 
 @dataclass(frozen=True)
@@ -77,13 +74,12 @@ class SitePlan:
 
     @property
     def odds(self) -> Odds:
-        return Odds.of(self.guarantee.epsilon, self.guarantee.delta, DIGITS)
+        return Odds.of(self.guarantee.epsilon, self.guarantee.delta)
 
     @property
     def group(self) -> str:
         """Return how likely the exception hits anybody."""
-        anybody = one_in(self.num_records * self.guarantee.delta)
-        return f" It hits anybody of all {self.num_records:,} {self.unit}s with probability {anybody} at most."
+        return anybody_words(self.num_records, self.guarantee)
 
     @property
     def statement(self) -> str:
@@ -184,7 +180,7 @@ class SiteScores:
 
 def site_page(plan: SitePlan) -> str:
     """Return the page as HTML text. It loads nothing, runs no scripts, and escapes every value."""
-    several = of_several(plan.guarantee, DIGITS, "site") if plan.unit == "record" else []
+    several = of_several(plan.guarantee, client="site") if plan.unit == "record" else []
     return _TEMPLATES.get_template("site_page.html").render(
         plan=plan,
         totals=TOTALS,
@@ -233,15 +229,6 @@ def site_text(plan: SitePlan) -> str:
         *plan.server_words,
     ]
     return "\n".join(filter(None, lines))
-
-
-def without_exponents(text: str) -> str:
-    """Return a text with small numbers written out.
-
-    >>> without_exponents("(0.5, 1e-05) and 2.5e-07")
-    '(0.5, 0.00001) and 0.00000025'
-    """
-    return re.sub(r"\b\d+(?:\.\d+)?e-\d+\b", lambda found: f"{Decimal(found[0]):f}", text)
 
 
 def _line(row: Sequence[str]) -> str:

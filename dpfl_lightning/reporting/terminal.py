@@ -11,7 +11,7 @@ from rich.table import Table
 
 from dpfl_lightning.federated.server.history import Round
 from dpfl_lightning.federated.server.results import RunResult
-from dpfl_lightning.federated.server.run import NO_PRIVACY, Run
+from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.federated.server.scores import (
     Column,
     Rows,
@@ -174,7 +174,7 @@ def guarantee_lines(run: Run) -> list[str]:
     assert run.result is not None, "the run has finished"
     guarantee = run.result.guarantee
     return [
-        f"Guarantee: {guarantee.words() if run.info.has_noise else NO_PRIVACY}",
+        f"Guarantee: {guarantee.words()}",
         f"Not covered: {counted(len(guarantee.not_covered), 'point')}, listed in guarantee.html.",
     ]
 
@@ -242,7 +242,7 @@ def _files(folder: Path) -> list[str]:
     model = f"{models[0]} to {models[-1]}" if len(models) > 1 else "".join(models)
     private = (folder / "private.json").exists()  # not at the server of nodes
     return [
-        "guarantee.html: the guarantee of every client, and what it does not cover",
+        "guarantee.html: what is promised to every client, and what is not",
         "result.json: results of every client",
         *([f"{model}: the trained parameters"] if model else []),
         *(one.contents() for one in products_in(folder)),

@@ -20,7 +20,7 @@ ONLY_HERE = "Scores of clients on held-out records are shown by simulations only
 
 def test_the_requested_metric_comes_first_beside_its_baseline(a):
     assert in_words(a(**RARE)) == "Test auroc 0.7 (chance 0.5), accuracy 94.00% (majority class 94.00%)"
-    assert list(score_cells([a(**RARE)])) == ["test auroc", "baseline", "test accuracy"]
+    assert list(score_cells([a(**RARE)])) == ["test auroc", "baseline of test auroc", "test accuracy"]
     without = {"test_accuracy": None, "test_metrics": {"mae": 2.0}, "baseline": {"mae": 1.5, "accuracy": None}}
     assert (
         in_words(a(**without, test_set=False))

@@ -87,7 +87,9 @@ def test_what_was_shown_without_noise_ends_every_guarantee():
 def test_a_release_without_noise_is_not_covered():
     promise = guarantee([GaussianEvent(0.1, 0.0, 5)], 1e-4, RDP)
     assert promise.covers == () and "5 un-noised gradient steps in 1 release" in promise.not_covered
-    assert promise.words() == "No differential privacy per record: something is released without noise."
+    assert promise.words() == (
+        "No differential privacy per record: updates are sent without noise, and no epsilon bounds what they reveal."
+    )
 
 
 def test_the_adjacency_is_the_accountants():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from dpfl_lightning.runtime.files import write_json
 from dpfl_lightning.runtime.text import at_most, span
 
 FILE, FILE_FORMAT = "run.json", 1
-NO_PRIVACY = "no privacy: clients send updates without noise, and no epsilon bounds what they reveal"
 
 # of a client in a result
 _KEYS_OF_CLIENT = (
@@ -123,11 +123,9 @@ class Run:
 
 def assumptions(view: View) -> dict[str, str]:
     """Return what every epsilon of the run assumes, by name; without a bound on what is released `guarantee` alone."""
-    if not view.schedule.has_noise:
-        return {"guarantee": NO_PRIVACY}
     guarantee = view.expected_guarantee()
-    if guarantee.unprotected:
-        return {"guarantee": guarantee.words()}
+    if guarantee.unprotected or not view.schedule.has_noise:
+        return {"guarantee": replace(guarantee, epsilon=math.inf).words()}
     return {
         "unit": guarantee.unit,
         "adjacency": guarantee.adjacency,

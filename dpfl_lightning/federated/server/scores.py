@@ -187,7 +187,7 @@ def score_cells(results: Sequence[Result]) -> dict[str, str]:
     for score, values in known_values([scores_of(one, "test_") for one in results]).items():
         cells[title(score, held_out)] = spread(score, values)
         if score == name and baselines.get(score):
-            cells["baseline"] = spread(score, baselines[score])
+            cells[f"baseline of {title(score, held_out)}"] = spread(score, baselines[score])
     return cells
 
 

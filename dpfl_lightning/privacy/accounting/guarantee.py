@@ -13,6 +13,8 @@ from dpfl_lightning.privacy.accounting.noise_source import NoiseSource, source_i
 from dpfl_lightning.privacy.accounting.units import RECORD, Unit
 from dpfl_lightning.runtime.text import at_most, counted
 
+_NO_NOISE = "updates are sent without noise, and no epsilon bounds what they reveal"
+
 #: what a set of noisy sums is
 _OF_COUNTS = " of counts of held-out records, from which accuracy, AUROC and calibration follow,"
 
@@ -142,7 +144,7 @@ class Guarantee:
         '(2, 0.1)-differential privacy per record (add or remove one record), full batch, accounted by RDP.'
         """
         if math.isinf(self.epsilon):
-            leaks = "; ".join(self.unprotected) or "something is released without noise"
+            leaks = "; ".join(self.unprotected) or _NO_NOISE
             sentence = f"No differential privacy per {self.unit}: {leaks.rstrip('.')}."
         else:
             sentence = (

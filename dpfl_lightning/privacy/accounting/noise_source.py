@@ -53,8 +53,8 @@ class NoiseSource:
 
     def words(self, device: str) -> str:
         """Describe the source for reports, given the type of the device that draws."""
-        if self.label:
-            return f"{self.label}: it follows from {self.option}"
+        if not self.protects:
+            return f"{self.label}: it follows from {self.option}" if self.label else "none"
         return f"the GPU's generator (Philox), seeded for every release by {_FRESH}" if device == "cuda" else _FRESH
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from dpfl_lightning.federated.server import history
 from dpfl_lightning.federated.server.run import read_about
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.reporting import curves, description
 from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, reported
@@ -123,10 +124,12 @@ class SeedsTracking(_Parent):
                 for step, (mean, _) in curves.over_seeds(runs, first).items():
                     pending.extend(metrics({f"{curves.HEADLINE}/{first}": mean}, step))
             for name in names:
-                if name.startswith(("test_", "val_", "train_epsilon_")):
+                if name.startswith(("test_", "val_")):
                     for step, (mean, std) in curves.over_seeds(runs, name).items():
                         spread = {f"{name}_std_over_seeds": std} if name.startswith("test_") else {}
                         pending.extend(metrics({name: mean, **spread}, step))
+            last = max((one.round for rounds in runs for one in rounds), default=0)
+            pending.extend(metrics({"train_epsilon_max": finite_or_none(guarantee.epsilon)}, last))  # of all seeds
             self.store.log_metrics(run_id, pending)
             known = read_about(folders[0])["params"]  # to the runs of the seeds only
             self.store.params(run_id, {name: known[name] for name in ("num_params", "clients.count")})

@@ -36,8 +36,8 @@ from dpfl_lightning.privacy.clipping.inputs import record_shape
 from dpfl_lightning.privacy.ledger.account_file import AccountFile, users_file
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.ledger.verify import read
-from dpfl_lightning.reporting.odds import Odds
-from dpfl_lightning.reporting.site_page import DIGITS, SitePlan, SiteScores, scores_page, site_page, without_exponents
+from dpfl_lightning.reporting.odds import Odds, without_exponents
+from dpfl_lightning.reporting.site_page import SitePlan, SiteScores, scores_page, site_page
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.spoken import in_both_forms
 from dpfl_lightning.runtime.text import at_least, at_most, counted, flattened
@@ -211,8 +211,8 @@ def _everywhere(terms: Terms, alone: bool) -> str:
     who = f"For {whose} at each of the {len(budgets)} sites{plans}"
     if not math.isfinite(epsilon):
         return f"{who} there is no bound."
-    odds, cost = Odds.of(epsilon, delta, DIGITS), _in_words(epsilon, delta)
-    chance = f"at most {odds.factor} times as likely, except with probability {odds.exception}"
+    odds, cost = Odds.of(epsilon, delta), _in_words(epsilon, delta)
+    chance = f"{odds.times} as likely, except with probability {odds.exception}"
     return f"{who} the budgets add up to {cost}: {chance}, and right guesses in at most {odds.guesses}."
 
 
@@ -299,7 +299,7 @@ def _totals(
     left = state.left(limits, *more)
     rest: tuple[str, ...] = ("none: above your limit", "", "", "", "")
     if min(left) >= 0:
-        rest = (*Odds.left(*left, DIGITS), *(without_exponents(at_least(one)) for one in left))
+        rest = (*Odds.left(*left), *(without_exponents(at_least(one)) for one in left))
     before, together, after = "Before this plan", "Together, if you sign", "Left afterwards"
     if plan in accepted:
         before, together, after = "All other plans", "Together", "Left now"
@@ -341,7 +341,7 @@ def _everywhere_ever(state: StateFolder, this: str, terms: Terms) -> list[tuple[
 
 def _cost(epsilon: float, delta: float) -> tuple[str, ...]:
     """Return a cost in the words of the promise, in the order of `TOTALS`."""
-    odds = Odds.of(epsilon, delta, DIGITS)
+    odds = Odds.of(epsilon, delta)
     return odds.factor, odds.exception, odds.guesses, at_most(epsilon), without_exponents(at_most(delta))
 
 

@@ -9,7 +9,8 @@ from dpfl_lightning.data.ids import ids_of
 from dpfl_lightning.data.unit_ids import codes
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.units import ID_KEY
-from dpfl_lightning.reporting.site_page import SitePlan, without_exponents
+from dpfl_lightning.reporting.odds import without_exponents
+from dpfl_lightning.reporting.site_page import SitePlan
 from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.sites import wire
 from dpfl_lightning.sites.exchange import Terms
