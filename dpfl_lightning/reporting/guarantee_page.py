@@ -58,7 +58,7 @@ def guarantee_page(run: Run) -> str:
         weakest=weakest,
         bare=weakest.words(),
         statement=without_exponents(weakest.words()),
-        group=anybody_words(first["num_records"], weakest) if finite else "",
+        group=anybody_words([row["num_records"] for row in result.clients], guarantees) if finite else "",
         unit=weakest.unit,
         odds=Odds.of(weakest.epsilon, weakest.delta) if finite else None,
         largest=f"This is the weakest promise, that of client {first['name']} (epsilon {at_most(weakest.epsilon)}). "
@@ -114,7 +114,7 @@ def _together(result: RunResult, guarantees: Sequence[Guarantee], order: Sequenc
                     "other runs": f"{one.runs:,}",
                     "this run, epsilon": bound(guarantees[client].epsilon),
                     "all runs, epsilon": bound(one.epsilon),
-                    "at delta": at_most(one.delta),
+                    "at delta": without_exponents(at_most(one.delta)),
                     "limit": "none" if one.limit is None else at_most(one.limit),
                     "all runs, times as likely": likelihood_ratio(one.epsilon) if finite else "no bound",
                     "exception": Odds.of(one.epsilon, one.delta).exception if finite else "",

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import NamedTuple
 
@@ -52,9 +52,10 @@ class Odds(NamedTuple):
         return cls(likelihood_ratio(epsilon, digits, math.floor), exception, "")
 
 
-def anybody_words(units: int, one: Guarantee) -> str:
-    """Return how likely the exception hits anybody of all units of a client."""
-    return f" It hits anybody of all {units:,} {one.unit}s with probability {one_in(units * one.delta)} at most."
+def anybody_words(counts: Sequence[int], guarantees: Sequence[Guarantee]) -> str:
+    """Return how likely the exception hits anybody of all units of clients, of whom each has so many."""
+    chance = one_in(sum(count * one.delta for count, one in zip(counts, guarantees, strict=True)))
+    return f" It hits anybody of all {sum(counts):,} {guarantees[0].unit}s with probability {chance} at most."
 
 
 def one_in(probability: float) -> str:

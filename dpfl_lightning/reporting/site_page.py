@@ -79,7 +79,7 @@ class SitePlan:
     @property
     def group(self) -> str:
         """Return how likely the exception hits anybody."""
-        return anybody_words(self.num_records, self.guarantee)
+        return anybody_words([self.num_records], [self.guarantee])
 
     @property
     def statement(self) -> str:

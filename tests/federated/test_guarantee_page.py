@@ -177,7 +177,7 @@ def test_a_run_without_noise_does_not_speak_of_noise(tmp_path):
 def test_a_huge_epsilon_promises_nothing_and_delta_counts_for_all_records(tmp_path):
     words = words_of(a_page(a_view(tmp_path), [promise(16.0)] * 3))
     assert "is possibly more than a million times as likely" in words
-    assert "It hits anybody of all 100 records with probability 1 in 10 at most." in words
+    assert "It hits anybody of all 303 records with probability 1 in 3 at most." in words
     tiny = [dataclasses.replace(promise(1.0), delta=1e-5)] * 3
     words = words_of(a_page(a_view(tmp_path), tiny))
     assert "delta 0.00001" in words and "at most 2.72 times as likely" in words

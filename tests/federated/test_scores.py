@@ -69,5 +69,5 @@ def test_seeds_and_their_clients_are_means_with_the_epsilon_of_all_runs(a):
     rows = rows_of(client_columns(results))
     assert rows[2] == {
         **{"client": "2", "records": "102", "batch size": "10", "noise multiplier": "1.25", "epsilon spent": "2.97"},
-        **{"of budget": "3", "delta": "0.001", "accuracy": "50.20%"},
+        **{"budget": "3", "delta": "0.001", "accuracy": "50.20%"},
     }

@@ -215,7 +215,7 @@ def client_columns(results: Sequence[Result]) -> dict[str, Column]:
     private = {
         "noise multiplier": Column([row["noise_multiplier"] for row in first], "{:.5g}".format),
         "epsilon spent": Column(spent, bound),
-        "of budget": Column([number(row["epsilon_budget"]) for row in first], bound),
+        "budget": Column([number(row["epsilon_budget"]) for row in first], bound),
         "delta": Column([row["delta"] for row in first], at_most),
     }
     return {
