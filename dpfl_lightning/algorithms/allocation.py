@@ -33,7 +33,7 @@ def allocate_int(
     """Return the integer quotas `[N]` of sum `total` that cost least; among equally good clients the first get more.
 
     `noise_factor` `[N]` >= 0 is infinite for a client without a budget, which takes no part, and 0 for one without
-    noise. `exponent` > 0 is 1 for Gaussian noise and 2 for Laplace noise; `bias_cost` and `anchor` >= 0 are in the unit
+    noise. `exponent` > 0 is that of `NoisedEvent.growth`; `bias_cost` and `anchor` >= 0 are in the unit
     of `noise_factor`, and `upper` bounds the quotas: each is `[N]` or one value. UserError if the bounds are too low.
     Arithmetic on public facts.
 

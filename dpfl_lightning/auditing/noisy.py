@@ -77,8 +77,8 @@ def as_planned(
 def canary(subject: AuditTarget, scene: Scene) -> Finding:
     """Estimate mu of one step from full-batch releases with and without the canary, projected on its direction.
 
-    Noise that is not normal: the likelihood ratio instead, the best test. With Laplace noise, a gradient that is spread
-    over many parameters shows far less than epsilon allows.
+    Noise that is not normal: the likelihood ratio instead, the best test. With noise for the L1 norm, a
+    gradient that is spread over many parameters shows far less than epsilon allows.
     """
     if subject.planned.distribution is not NORMAL:
         return _likelihood_canary(subject, scene)

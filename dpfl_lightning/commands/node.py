@@ -232,7 +232,7 @@ def _counts_sent(ledger: Path) -> tuple[str, ...]:
     charges = []
     with contextlib.suppress(UserError):
         charges = read_ledger(ledger) if ledger.is_file() else []
-    return released_words([charge.event for charge in charges if charge.event.counts_held_out])
+    return released_words([charge.event for charge in charges if charge.event.scores])
 
 
 def _in_account(name: str) -> list[str]:

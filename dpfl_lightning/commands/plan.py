@@ -98,7 +98,7 @@ def schedule_text(client_plan: ClientPlan) -> str:
         together = f"together they cost {at_most(client_plan.guarantee.epsilon)}"
         lines.append(f"Epsilon alone is the cost of a line without the other lines; {together}.")
     for line, alone in zip(client_plan.schedule.planned, client_plan.epsilon_alone, strict=True):
-        if line.event.counts_held_out:
+        if line.event.scores:
             what = "held-out records are counted by label and predicted probability, noised and sent"
             cost = f"which costs {at_most(alone)} alone"
             lines.append(f"{line.purpose}: {what}, {cost}. Accuracy, AUROC and calibration follow.")

@@ -70,7 +70,7 @@ def guarantee_page(run: Run) -> str:
         units=[f"one {guarantee.unit} of one client" for guarantee in guarantees],
         covered=_covered(guarantees),
         gaps=_gaps(guarantees),
-        counts=any(one.counts_held_out for one in guarantees),
+        counts=any(one.covers_scores for one in guarantees),
         num_clients=f"{len(order):,}",
         scores=in_words(vars(result)),
         remarks=remarks([vars(result)]),

@@ -93,7 +93,7 @@ class SitePlan:
     @property
     def receivers(self) -> Sequence[tuple[str, str, str]]:
         """Return who receives what, and what they do not receive."""
-        counts = " and noisy counts of held-out records" * self.guarantee.counts_held_out
+        counts = " and noisy counts of held-out records" * self.guarantee.covers_scores
         with_two = " (with two sites, they tell what this site sent)" * (self.num_sites == 2)
         alone = "" if with_two else ", and, unless the server passes it on, what this site alone sent"
         others = (
@@ -243,7 +243,7 @@ def _of_scores(kept: SiteScores) -> dict[str, Any]:
     return {
         "round": kept.round,
         "records": f"{kept.records:,}",
-        "counts_held_out": kept.released.counts_held_out,
+        "counts_held_out": kept.released.covers_scores,
         "verdict": _verdict(kept),
         "rows": [
             {"score": name, "model": formatted(name, value), "best constant": _constant(name, kept.baseline)}

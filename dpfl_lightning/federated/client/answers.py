@@ -52,7 +52,7 @@ def _register(kind: type[Query], registry: dict[type[Query], Computation], funct
 
 
 def rows_of(kind: type[Query]) -> Callable[[Computation], Computation]:
-    """Register what clients compute for queries of a type whose mechanism is `Gaussian`, `Laplace` or exponential.
+    """Register what clients compute for queries of a type whose mechanism adds noise or is exponential.
 
     The function returns a row of statistics `[b, k]` for each record of `x [b, *X]`, `y [b]`. It is called under
     `torch.func.vmap` with one record at a time (b = 1), so that no row can depend on another record.
@@ -108,8 +108,8 @@ def answer(
     or a plain answer. ValueError if the registered function does not return one row for each record.
 
     **Guarantees** One record changes one row only: rows are computed under `vmap`, one record at a time, in passes in
-    which their bits do not depend on other records. The norm of a row is at most `clip_norm` for `Gaussian` and
-    `Laplace`; scores are in [0, 1] for `ExponentialMechanism`.
+    which their bits do not depend on other records. The norm of a row is at most `clip_norm` for a
+    `Mechanism`; scores are in [0, 1] for `ExponentialMechanism`.
 
     **Privacy** One `event(1)` of the client's mechanism, which the caller has charged.
     """

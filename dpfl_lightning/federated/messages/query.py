@@ -41,7 +41,7 @@ class Query(Work):
 
     Args:
         purpose: the line of every asked client's schedule that pays; its event must be the mechanism's for one answer.
-        mechanism_of: asked client -> mechanism of its answer. `Gaussian` and `Laplace` release the noisy sum of the
+        mechanism_of: asked client -> mechanism of its answer. A `Mechanism` releases the noisy sum of the
             records' rows, divided by `expected_batch_size`; each row is clipped to `clip_norm` in the mechanism's norm,
             and the sample rate must be 1. `ExponentialMechanism` releases the index of the column with the largest
             noisy sum; scores are clamped to [0, 1]. A row or score that is not finite counts as zero.

@@ -95,8 +95,8 @@ class Rdp(Accountant):
     """Renyi accountant: epsilon is the minimum over orders of the converted sum of RDP. It composes every event.
 
     The value is that of Opacus at the best order, rounded up, for all releases that Opacus supports (not replace_one
-    with sampled batches, nor Laplace noise), a few per cent above the tight value. A target at or below the floor
-    (0.0013 at delta 1e-4) cannot be certified, except for pure releases, whose epsilons add up at any delta.
+    with sampled batches, nor noise for the L1 norm), a few per cent above the tight value. A target at or below the
+    floor (0.0013 at delta 1e-4) cannot be certified, except for pure releases, whose epsilons add up at any delta.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> [Rdp(relation).epsilon([GaussianEvent(0.04, 1.5, 2250)], 1e-5) for relation in ADJACENCIES]

@@ -35,7 +35,7 @@ class ClientPlan:
 
     @property
     def noise_multiplier(self) -> float:
-        """Noise std (or Laplace scale) / clip norm of the most frequent release."""
+        """Noise / clip norm of the most frequent release, in `NoisedEvent.noise_unit`."""
         return self.schedule.main.noise_multiplier or 0.0
 
     @property
@@ -124,11 +124,11 @@ def plan(
         num_records: training records of the client, >= 1.
         batch_size: expected number of records in a step, in 1..num_records.
         rounds: rounds of the run, >= 1.
-        delta: delta of the guarantee, in (0, 1); usually below 1 / num_records; 0 is allowed with Laplace noise.
+        delta: delta of the guarantee, in (0, 1); usually below 1 / num_records; 0 is allowed with pure mechanisms.
         epsilon: privacy budget for which the noise is solved, > 0; give either this or noise_multiplier.
         noise_multiplier: noise std / clip norm on the sum, >= 0, for which epsilon is computed.
         local_epochs: passes over the client's records in a round, >= 1.
-        mechanism: gaussian, or laplace (gradients clipped in L1, full batches).
+        mechanism: as the option `privacy.mechanism`.
         accountant: pld (tight), rdp or paper_ma (noise-aware paper).
         adjacency: relation between neighbouring data sets: add_remove (add or remove one record) or replace_one
             (replace one record).

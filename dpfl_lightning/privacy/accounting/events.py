@@ -61,12 +61,12 @@ class Release(Event):
     Attributes:
         protection: in words.
         needs_delta: whether no epsilon holds at delta 0.
-        counts_held_out: whether it is of counts of held-out records.
+        scores: whether it is of counts of held-out records.
     """
 
     protection: ClassVar[str] = "no noise"
     needs_delta: ClassVar[bool] = False
-    counts_held_out: ClassVar[bool] = False
+    scores: ClassVar[bool] = False
 
     @property
     def noiseless(self) -> bool:
@@ -233,7 +233,7 @@ class NoisedEvent(Release):
     def step_words(self) -> str:
         noised = self.noised if self.noise_multiplier else "un-noised"
         step = "gradient step" if self.is_sampled else "full-batch step"
-        return f"{noised} {'set' if self.counts_held_out else step}"
+        return f"{noised} {'set' if self.scores else step}"
 
     def cells(self) -> list[str]:
         noise = f"{self.noise_multiplier or 0.0:.6g}{self.noise_name}"
@@ -355,7 +355,7 @@ class GaussianCounts(GaussianEvent):
     """Gaussian noise on counts of held-out records."""
 
     kind: ClassVar = "gaussian_counts"
-    counts_held_out: ClassVar = True
+    scores: ClassVar = True
 
 
 @dataclass(frozen=True)
@@ -363,11 +363,12 @@ class LaplaceCounts(LaplaceEvent):
     """Laplace noise on counts of held-out records."""
 
     kind: ClassVar = "laplace_counts"
-    counts_held_out: ClassVar = True
+    scores: ClassVar = True
 
 
 #: privacy.mechanism -> event of its noisy sums
 NOISED: dict[str, type[NoisedEvent]] = {"gaussian": GaussianEvent, "laplace": LaplaceEvent}
+PURE: type[NoisedEvent] = LaplaceEvent  # of pure differential privacy, delta 0
 #: kind -> event of counts of held-out records
 COUNTS: dict[str, type[NoisedEvent]] = {"gaussian_counts": GaussianCounts, "laplace_counts": LaplaceCounts}
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dpfl_lightning.privacy.accounting.accountant import Accountant
-from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, Release
+from dpfl_lightning.privacy.accounting.events import PURE, Event, GaussianEvent, Release
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, numbered
 
 _HALVINGS = 60
@@ -20,13 +20,13 @@ def whole_budgets(schedules: Sequence[ClientSchedule], accountant: Accountant) -
     """Return for each client one release that costs its whole budget; None without a budget, or without noise.
 
     Whatever noise is chosen later, all releases that a filter lets pass compose with those of other runs at most as
-    this one: one step of Gaussian noise on a full batch, or for delta 0 of Laplace noise.
+    this one: one step of Gaussian noise on a full batch, or of `PURE` noise for delta 0.
 
     Reference: Feldman and Zrnic (2021); Koskela et al. (2023); Rogers et al. (2016).
     """
     schedules, places = numbered(schedules)
     bounded = [one.adds_noise and 0 < one.target_epsilon < np.inf for one in schedules]
-    kinds = [GaussianEvent if one.delta else LaplaceEvent for one in schedules]
+    kinds = [GaussianEvent if one.delta else PURE for one in schedules]
     wanted = np.array([one.target_epsilon if fits else 1.0 for one, fits in zip(schedules, bounded, strict=True)])
 
     def costs(noise: np.ndarray) -> np.ndarray:

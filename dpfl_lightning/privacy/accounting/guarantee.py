@@ -128,7 +128,7 @@ class Guarantee:
     together: CumulativeGuarantee | None = None
 
     @property
-    def counts_held_out(self) -> bool:
+    def covers_scores(self) -> bool:
         """Whether epsilon covers noisy counts of held-out records."""
         return EXACT_SCORES in self.not_covered
 
@@ -233,7 +233,7 @@ def guarantee(
     caveats = tuple(dict.fromkeys(event.words for event in events if isinstance(event, Caveat)))
     unprotected, drawn = leaks_of(events), sampling_words(events, sampling)
     releasing = [event for event in events if isinstance(event, Release)]
-    counts = any(event.counts_held_out for event in releasing)
+    counts = any(event.scores for event in releasing)
     scores = EXACT_SCORES if counts and math.isfinite(epsilon) else SCORED_RECORDS
     not_covered = (scores, public_facts(unit), *NOT_COVERED[2:], *unit.not_covered)
     if releasing and math.isfinite(epsilon):
@@ -279,7 +279,7 @@ def released_words(events: Sequence[Event], releases: Sequence[int] = ()) -> tup
         if isinstance(event, Release) and event.private:
             words = event.step_words()
             if isinstance(event, NoisedEvent):
-                of_what[words] = f"{_OF_COUNTS if event.counts_held_out else ''} in {{}}"
+                of_what[words] = f"{_OF_COUNTS if event.scores else ''} in {{}}"
             times[words] += count
             steps[words] += event.total
     return tuple(

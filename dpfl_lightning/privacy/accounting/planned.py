@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.privacy.accounting.events import NoisedEvent, Release
+from dpfl_lightning.privacy.accounting.events import PURE, NoisedEvent, Release
 
 Value = TypeVar("Value", bound=Hashable)
 Answer = TypeVar("Answer")
@@ -107,7 +107,7 @@ class ClientSchedule:
         pure = self.delta == 0 and not any(event.needs_delta for event in events)
         must = (
             "plan only full batches of Gaussian noise (clients.batch_size: null), or only pure epsilons "
-            "(privacy.mechanism: laplace, delta: 0), where one of them chooses later noise from earlier releases"
+            f"(privacy.mechanism: {PURE.kind}, delta: 0), where one of them chooses later noise from earlier releases"
         )
         require(gaussian or pure, "strategies", must, self.outline, "Leave out what plans other releases.")
 
@@ -129,7 +129,7 @@ class ClientSchedule:
         It defines the noise and the sample rate.
         """
         sums = [line for line in self.planned if isinstance(line.event, NoisedEvent)]
-        noised = [line for line in sums if not line.event.counts_held_out]
+        noised = [line for line in sums if not line.event.scores]
         if not noised:
             raise KeyError("no noisy sum is planned")
         return max(noised, key=lambda line: line.count)
@@ -161,7 +161,7 @@ class ClientSchedule:
         return sum(line.count for line in self.planned if line.purpose == purpose)
 
     def noise_multiplier(self, purpose: str) -> float:
-        """Return noise std (or Laplace scale) / clip norm of a purpose. KeyError if it is not planned or not solved."""
+        """Return noise / clip norm of a purpose. KeyError if it is not planned or not solved."""
         events = [line.event for line in self.planned if line.purpose == purpose]
         noises = [event.noise_multiplier for event in events if isinstance(event, NoisedEvent)]
         if not noises or noises[0] is None:

@@ -13,7 +13,7 @@ ABOUT = (
     "A choice by the exponential mechanism whose privacy losses have range r is a ZCDpEvent with rho = r^2 / 8. "
     "Where one record is replaced and batches are sampled, dp_accounting composes Gaussian events only. There such a "
     "choice is a Gaussian mechanism with mu = 2 Phi^-1(1 / (1 + e^(-r / 2))), which reveals at least as much. So is "
-    "Laplace noise, whose privacy losses have range 4 / noise multiplier."
+    "noise for the L1 norm, whose privacy losses have range 4 / noise multiplier."
 )
 
 

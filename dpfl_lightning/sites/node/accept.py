@@ -76,7 +76,7 @@ class Offer(NamedTuple):
         names, count = client_names(self.terms.sites), len(self.terms.sites)
         seat = names, (self.client,), count
         clients = LocalClients(self.population, module, Threads(build_engine("fast")), self.options.privacy, *seat)
-        counts = any(line.event.counts_held_out for line in plan.schedule.clients[self.client].planned)
+        counts = any(line.event.scores for line in plan.schedule.clients[self.client].planned)
         task, must = module.task, "count held-out records of a task with one class for each record"
         known = task is not None and task.one_class
         require(known or not counts, "PLAN", must, task and task.name, "Refuse the plan.")

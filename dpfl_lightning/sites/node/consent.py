@@ -223,7 +223,7 @@ def _held_out(state: StateFolder, planned: ClientPlan, number: Counts | None) ->
         return [(title, "not counted, because the plan does not fit")]
     if not number.held_out:
         return [(title, "no row")]
-    lines = [line for line in planned.schedule.planned if line.event.counts_held_out]
+    lines = [line for line in planned.schedule.planned if line.event.scores]
     counts = released_words([line.event for line in lines], [line.count for line in lines])
     leaves = (
         f"What leaves of them is planned and has random noise: {'; '.join(counts)}. The promise covers it."

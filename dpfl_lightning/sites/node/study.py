@@ -177,7 +177,7 @@ class Study:
         if gradients are asked for.
         """
         event, job = self._planned(request.purpose), request.job
-        if not isinstance(event, NoisedEvent) or event.counts_held_out:
+        if not isinstance(event, NoisedEvent) or event.scores:
             raise NotPlanned("event")
         mechanism = mechanism_of(event, self._plan.settings[self.client.number].clip_norm, self._records)
         divisor = request.mechanism.expected_batch_size  # a strategy that draws fewer records may have a smaller one

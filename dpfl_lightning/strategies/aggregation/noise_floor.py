@@ -19,7 +19,7 @@ from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.mechanism import MECHANISMS
 
-_KURTOSIS = max(one.distribution.kurtosis for one in MECHANISMS)  # 6, of Laplace noise; that of sums is smaller
+_KURTOSIS = max(one.distribution.kurtosis for one in MECHANISMS)  # that of sums is smaller
 
 
 @dataclass
@@ -31,7 +31,7 @@ class NoiseFloor(Strategy):
 
         P sigma^2 (1 - sqrt(2 * 6 * log(1 / false_alarm) / P))
 
-    has at most the probability `false_alarm` for noise alone, Gaussian or Laplace, and a signal makes updates longer. A
+    has at most the probability `false_alarm` for noise alone, of any mechanism, and a signal makes updates longer. A
     client below it did not add its noise, or made its update small to look quiet. Large learning rates shorten updates
     somewhat, which the bound ignores; weight decay and proximal terms shorten them further and are refused.
 

@@ -29,8 +29,8 @@ _FAR = 2  # the growth of noise is fitted between half of a quota and twice the 
 class ParticipationNoise:
     """Noise of the mean gradient in one of T_n participations: `E|Z_n|^2 = factor_n T_n^exponent_n`, all coordinates.
 
-    `factor` `[N]` is 0 without noise. `exponent` `[N]` is 1 for Gaussian noise, 2 for Laplace noise with delta 0, and
-    fitted if batches are sampled.
+    `factor` `[N]` is 0 without noise. `exponent` `[N]` is that of `NoisedEvent.growth`, and fitted if
+    batches are sampled.
     """
 
     factor: Vector

@@ -68,7 +68,7 @@ class QuotaSelection(Strategy, Callback):
 
     Args:
         clients_per_round: number K of clients in each round, at most N. The noise of a round's mean is ~ K^(z - 1) if
-            that of an update is ~ T_n^z. So null is 2 for Laplace noise with delta 0 (z = 2). Otherwise it is a fifth
+            that of an update is ~ T_n^z. So null is 2 for delta 0 (z = 2). Otherwise it is a fifth
             of the clients, and at least 2, whose updates can be compared: with Gaussian noise of full batches (z = 1),
             K does not matter. In a short run it is as many as it takes for every client to take part.
         top_fraction: a share of the clients: a round is drawn again, at most 20 times, until it
