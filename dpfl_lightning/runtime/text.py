@@ -90,7 +90,7 @@ def span(values: Iterable[float], shown: Callable[[float], str] = "{:g}".format)
     ('0.001', '0.5 to 2')
     """
     distinct = sorted(set(values))
-    return " to ".join(map(shown, distinct[:1] + distinct[1:][-1:]))
+    return " to ".join(dict.fromkeys(map(shown, distinct[:1] + distinct[1:][-1:])))
 
 
 def duration(seconds: float) -> str:

@@ -95,6 +95,8 @@ def test_what_is_damaged_is_one_line(make_loop):
     path.unlink()
     with pytest.raises(UserError, match=r"run\.json"):
         Run.read(loop.output_dir)
+    with pytest.raises(UserError, match="`RUN` must be the folder of a run"):
+        Run.read(loop.output_dir / "nothing")
 
 
 def test_a_description_survives_json(make_loop):

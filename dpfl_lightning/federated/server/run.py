@@ -87,6 +87,7 @@ class Run:
     @classmethod
     def read(cls, folder: Path) -> Run:
         """The run in a folder. Raises UserError if it has not begun, or a file cannot be read."""
+        require(folder.is_dir(), "RUN", "be the folder of a run", str(folder))
         path = folder / "options.yaml"
         options = (parse_yaml(read_text(path), str(path)) or {}) if path.is_file() else {}
         require(isinstance(options, dict), str(path), "hold the options of a run", type(options).__name__)
