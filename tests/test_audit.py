@@ -30,7 +30,8 @@ def one_engine(monkeypatch):
     monkeypatch.setattr("dpfl_lightning.auditing.run.ENGINES", ["fast"])
 
 
-def test_json_is_printed_alone_and_nothing_is_refuted(capsys):
+def test_json_is_printed_alone_and_nothing_is_refuted(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("DPFL_ACCOUNT", str(tmp_path / "account.jsonl"))
     assert main([*DIGITS, *SURE, "--for_clients", "0", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     (client,) = result["clients"]
@@ -45,6 +46,7 @@ def test_json_is_printed_alone_and_nothing_is_refuted(capsys):
     width = max(len(line) for line in out.splitlines() if line.lstrip().startswith(("check ", "canary ", "round ")))
     assert "sensitivity" in out and width <= 80
     assert "proves nothing" in out and "REFUTED" not in out
+    assert not (tmp_path / "account.jsonl").exists(), "random records are charged to nobody"
 
 
 def test_a_broken_build_has_status_1_and_is_told(capsys, monkeypatch, one_engine):

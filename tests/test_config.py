@@ -89,6 +89,12 @@ def test_the_command_line_wins_over_the_file_in_any_order(write):
     assert options.clients == ClientOptions(count=3, learning_rate=0.5, local_epochs=2), "sections are merged"
 
 
+def test_a_name_with_options_may_be_a_mapping_on_the_command_line():
+    options = options_of("--task", "{name: quantile_regression, quantile: 0.9}")
+    assert options.task == {"name": "quantile_regression", "quantile": 0.9}
+    assert options_of("--task", "regression").task == "regression"
+
+
 def test_numbers_and_texts_are_read_by_the_type_of_the_option(write):
     text = "privacy: {delta: 1e-5, epsilon: {name: uniform, low: 1e-1, high: 2E0}}\n"
     text += "network: {up_megabits_per_second: .inf}"

@@ -313,7 +313,7 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
             copy.deepcopy(loop.module),
             rounds=1,
             clients=ClientOptions(count=2, batch_size=None),
-            privacy=PrivacyOptions(noise_multiplier=1.0, delta=0.01, clip_norm=1.0, **unit.options()),
+            privacy=PrivacyOptions(noise_multiplier=1.0, delta=0.01, clip_norm=1.0, account=None, **unit.options()),
             strategies=[strategy],
             engine=build_engine(loop.local_clients.engine.name),
             output_dir=Path(folder) / "run",

@@ -140,6 +140,8 @@ def parse_override(key: str, text: str, section: SectionKind = None) -> Any:
     keys = all_keys(section)
     hint = keys[key].hint if key in keys else None
     kinds = [get_origin(one) or one for one in alternatives(hint)]
+    if dict in kinds and text.startswith("{"):
+        return parse_yaml(text, f"--{key}")
     if str in kinds or kinds[0] is Literal:
         return None if text == "null" and types.NoneType in kinds else text
     return parse_yaml(text, f"--{key}")

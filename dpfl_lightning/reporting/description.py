@@ -188,10 +188,11 @@ def markdown(notes: Sequence[str], reason: str = "", result: RunResult | None = 
     largest = f"**{result.guarantee.source.heading}Epsilon {stated(result.guarantee)}**, the largest of {count}."
     if math.isinf(result.guarantee.epsilon):
         largest = f"**{result.guarantee.words()}**"
-    scores = [*([f"**{words}**"] if words else []), largest, *remarks([vars(result)])]
+    scores = [*([f"**{words}**"] if words else []), largest]
     if result.accuracy_worst is not None and result.accuracy_mean is not None:
         over = f"Over {count}: mean accuracy {result.accuracy_mean:.2%}"
         scores.append(f"{over}, worst {result.accuracy_worst:.2%}.")
+    scores += remarks([vars(result)])
     guarantee = f"**Guarantee.** {said['guarantee']} Details: see the artifact `guarantee.html`."
     guarantee += f"\n\n- Covered: {said['covered']}\n- Not covered: {said['not_covered']}"
     return "\n\n".join([*scores, guarantee, ended, *plan])

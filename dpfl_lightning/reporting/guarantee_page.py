@@ -17,6 +17,7 @@ from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.federated.server.scores import Column, bound, in_words, number, remarks, rows_of, summarised
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.accounting.units import unit_named
 from dpfl_lightning.reporting.odds import Odds, anybody_words, likelihood_ratio, of_several, without_exponents
 from dpfl_lightning.runtime.files import write_text
 from dpfl_lightning.runtime.text import at_most, counted, span
@@ -44,7 +45,7 @@ def guarantee_page(run: Run) -> str:
     assert result is not None, "the run has finished"
     order = sorted(range(len(guarantees)), key=lambda client: (-guarantees[client].epsilon, client))
     weakest, first = guarantees[order[0]], result.clients[order[0]]
-    columns = _columns(result, guarantees)
+    columns, kind = _columns(result, guarantees), unit_named(weakest.unit)
     rows, several = rows_of(columns), len(guarantees) > 1
     place = run.folder
     folder, finite = shlex.quote(place.name if place.is_absolute() else str(place)), math.isfinite(weakest.epsilon)
@@ -64,7 +65,8 @@ def guarantee_page(run: Run) -> str:
         largest=f"This is the weakest promise, that of client {first['name']} (epsilon {at_most(weakest.epsilon)}). "
         if several
         else "",
-        several=of_several(weakest) if finite and weakest.unit == "record" else [],
+        kind=kind,
+        several=of_several(weakest) if finite and not kind.is_group else [],
         clients_in_words=counted(len(order), "client") + (f" ({_named(result)})" if several else ""),
         together=_together(result, guarantees, order),
         units=[f"one {guarantee.unit} of one client" for guarantee in guarantees],

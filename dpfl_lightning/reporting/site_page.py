@@ -10,6 +10,7 @@ from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server.scores import formatted, measure_of, scores_of
 from dpfl_lightning.models.tasks import Measure
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.accounting.units import unit_named
 from dpfl_lightning.reporting.odds import Odds, anybody_words, of_several, without_exponents
 from dpfl_lightning.runtime.text import at_most
 
@@ -180,7 +181,8 @@ class SiteScores:
 
 def site_page(plan: SitePlan) -> str:
     """Return the page as HTML text. It loads nothing, runs no scripts, and escapes every value."""
-    several = of_several(plan.guarantee, client="site") if plan.unit == "record" else []
+    kind = unit_named(plan.unit)
+    several = [] if kind.is_group else of_several(plan.guarantee, client="site")
     return _TEMPLATES.get_template("site_page.html").render(
         plan=plan,
         totals=TOTALS,
@@ -188,6 +190,7 @@ def site_page(plan: SitePlan) -> str:
         uncovered=UNCOVERED,
         withdrawal=[title.format(plan.unit) for title in WITHDRAWAL],
         statement=plan.statement,
+        kind=kind,
         several=several,
         several_rows=[[*row.values()] for row in several],
     )

@@ -6,6 +6,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from conftest import FIXED_KEY
+from pages import words_of
 
 from dpfl_lightning import Population
 from dpfl_lightning.commands.account import main as account_command
@@ -77,6 +78,9 @@ def test_a_run_draws_clips_counts_and_says_households(make_loop, capsys):
     verified = read([ledger_of(folder)]).weakest
     assert verified.epsilon == result.guarantee.epsilon and f"{WORDS}, at most 2 rows of each" in verified.words()
     assert ledger_command([str(folder)]) == 0 and WORDS in capsys.readouterr().out
+    page = words_of((folder / "guarantee.html").read_text())
+    assert "A household is all rows of one client with one id" in page and "its number of households" in page
+    assert "person" not in page
 
 
 def test_a_limit_counts_households_and_what_is_stated_of_them(make_loop, account, tmp_path):

@@ -217,7 +217,7 @@ def test_a_plan_that_does_not_fit_is_shown_with_its_reason(tmp_path):
     page = words_of(shown(state_of(tmp_path, 0, key=None), forged, tmp_path))
     assert "It does not fit: `PLAN` must have the public facts of this site" in page
     page = words_of(shown(state_of(tmp_path / "key", 0), terms, tmp_path))
-    assert "Not for this node: its noise follows from a test key" in page
+    assert "This node has a test key: noise can be computed by everyone who knows the key" in page
 
 
 def with_options(terms, caveats=(), strategies=None, **changed):

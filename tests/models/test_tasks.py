@@ -287,6 +287,14 @@ def test_a_metric_is_the_same_of_one_batch_and_of_several(task):
         assert whole is not None and parts == pytest.approx(whole, rel=1e-5), name
 
 
+@pytest.mark.parametrize("task", CASES)
+def test_labels_are_checked_where_there_are_no_records(task):
+    """The server of sites knows the shapes of records, and has none."""
+    _, y, num_classes = records(task)
+    wrong = TASKS[task].wrong_labels(y[:0], num_classes or 1, ())
+    assert not any(len(bad) for bad, _, _ in wrong)
+
+
 def test_a_set_that_does_not_define_a_metric_has_none_of_it():
     logits, y = torch.randn(6, K), torch.tensor([0, 0, 0, 1, 1, 1])
     assert why_undefined("binary", "auroc", logits[:, :1], torch.ones(6, dtype=torch.long)) == "have one class"

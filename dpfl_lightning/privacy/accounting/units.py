@@ -85,6 +85,18 @@ class Unit:
         """Return how batches of this unit are drawn, given how batches are drawn."""
         return words
 
+    def definition(self, place: str, elsewhere: str) -> str:
+        """Return what one of this unit is among the rows of a `place`, and who is protected less.
+
+        `elsewhere` says what holds for one with rows at several places.
+        """
+        whole = self.one_group.capitalize()
+        return (
+            f"A {self} is one row of one {place}'s data, for example one stay in a hospital. {whole} with several rows "
+            f"is protected less. So is {self.one_group} with rows at several {place}s: {elsewhere}. How many rows "
+            f"{self.one_group} has is known to the data holder alone."
+        )
+
     def check(self, has_ids: bool) -> None:
         """Raise UserError if a run cannot protect this unit on data that have ids, or have none."""
 
@@ -185,6 +197,13 @@ class Group(Unit):
         place = f"{self.one_group} at two clients is two {self}s"
         return (f"what other clients release about the same {self}: {place}",)
 
+    def definition(self, place: str, elsewhere: str) -> str:
+        return (
+            f"{self.one_group.capitalize()} is all rows of one {place} with one id, as many of them as the run used; "
+            f"further rows had no influence. {self.one_group.capitalize()} with rows at several {place}s counts as "
+            f"several {self}s: {elsewhere}."
+        )
+
     def drawn(self, words: str) -> str:
         most = "" if self.rows is None else f", at most {counted(self.rows, 'row')} of each"
         return f"{words} of {self}s{most}"
@@ -247,6 +266,11 @@ def unit_of(options: PrivacyOptions | Mapping[str, Any] | None) -> Unit:
     given = options if isinstance(options, Mapping) else vars(options)
     require_one_of(UNITS, "privacy.unit", given["unit"])
     return UNITS[given["unit"]](given[ROWS_KEY])
+
+
+def unit_named(name: str) -> Unit:
+    """Return the unit of a name that a file has, without its rows; a record for an unknown one."""
+    return UNITS.get(name, Record)()
 
 
 class Relation(NamedTuple):

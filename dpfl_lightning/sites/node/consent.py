@@ -122,7 +122,7 @@ def site_plan(
         digest=hashed,
         date=date.today().isoformat(),
         stage=_stage(reserved),
-        warning=f"Not for this node: {warning}." if (warning := settings.source.warning) else "",
+        warning=f"This node has a {warning}. It is not for a study." if (warning := settings.source.warning) else "",
         contact=f"Contact for questions about this study: {asked}." if asked else "",
         no_contact="" if asked else _NO_CONTACT[0] + _NO_CONTACT[1] * (reserved is None),
         guarantee=cost,
