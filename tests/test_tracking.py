@@ -303,7 +303,7 @@ def test_a_run_without_privacy_has_a_page_and_no_epsilon(new_tracking, only_run,
     start(tracking, view)
     assert only_run().info.run_name == "size_weighted no privacy Linear"
     tags = only_run().tags
-    assert tags["guarantee"].startswith("no privacy: ") and "delta" not in tags
+    assert tags["guarantee"].startswith("No differential privacy") and "delta" not in tags
     plan = "**Plan.** 2 of 3 clients a round. It sends 3 MB."
     assert tags["mlflow.note.content"] == f"**Running.**\n\n{plan}"
     end_round(tracking, view, a_report(view, 1))
