@@ -473,9 +473,9 @@ class Kept:
             found[f"{prefix}slots"] = _of_slots(part, seen)
             found[f"{prefix}names"] = (*part._parameters, None, *part._buffers, None, *part._modules)
             found[f"{prefix}modules"] = tuple(one and seen.part(one) for one in part._modules.values())
-            for key, one in (*part._parameters.items(), *part._buffers.items()):
-                if one is not None:
-                    found[f"{prefix}{key} as an object"] = seen.place(one), _as_an_object(one, seen)
+            for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None:
+                    found[f"{prefix}{key} as an object"] = seen.place(tensor), _as_an_object(tensor, seen)
             for key, one in vars(part).items():
                 if key.endswith("_hooks"):
                     found[f"{prefix}{key} as an object"] = _of_subclass(one, seen)
