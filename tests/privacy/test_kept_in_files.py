@@ -1,10 +1,12 @@
 """What code of users keeps beside the model is noticed wherever its functions lead, and what stays is none."""
 
+import collections
 import contextvars
 import functools
 import importlib
 import itertools
 import logging
+import queue
 import random
 import sys
 import types
@@ -160,6 +162,37 @@ def of(value, change):
     return value, lambda hidden: (change(value), hidden)[1]
 
 
+class Hooked(collections.OrderedDict):
+    pass
+
+
+class WithSlot(nn.Linear):
+    __slots__ = ("slot",)
+
+
+def beside(way):
+    net = Late(WithSlot(2, 2))
+    net.helper.slot, net.first.weight.more = [[0]], [[0]]
+    net.first._forward_hooks = Hooked()
+    net.first._forward_hooks.more = [[0]]
+    return net, {"slot": net.helper.slot, "parameter": net.first.weight.more, "hooks": net.first._forward_hooks.more}[
+        way
+    ]
+
+
+@pytest.mark.parametrize("way", ["slot", "parameter", "hooks"])
+def test_what_lies_beside_tables_of_a_module_is_read(way):
+    net, held = beside(way)
+    kept = Kept([net])
+    assert kept._walk.is_current() and not kept.changed()
+    held[0][0] = 1
+    assert len(kept.changed()) == 1
+
+
+class OfPart:
+    scale = functools.partialmethod(counted)
+
+
 CONTEXT = contextvars.ContextVar("kept", default=0)
 TEACHER = nn.Linear(8, 8)
 
@@ -188,6 +221,11 @@ HELD = {
     "teacher": lambda: of([TEACHER], lambda one: taught()),
     "gradient": lambda: of([torch.ones(1, requires_grad=True)], lambda one: (one[0] * 2).sum().backward()),
     "deep": lambda: of({"a": [{"b": [{"c": [{"d": [0]}]}]}]}, lambda one: one["a"][0]["b"][0]["c"][0].update(d=[1])),
+    "singledispatch": lambda: of(functools.singledispatch(counted), lambda one: one(0)),
+    "method of a part": lambda: of(OfPart(), lambda one: one.scale()),
+    "without gradients": lambda: of([torch.no_grad()(counted)], lambda one: one[0](0)),
+    "vectorised": lambda: of([torch.vmap(counted)], lambda one: one[0](torch.ones(2))),
+    "queue": lambda: of([queue.Queue()], lambda one: one[0].put(0)),
     "optimizer": lambda: of([torch.optim.SGD([torch.ones(1)], 0.1)], lambda one: one[0].param_groups[0].update(lr=2)),
 }
 HIDDEN = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import gc
 import inspect
@@ -23,11 +22,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
 from io import BytesIO, IOBase, StringIO
-from pathlib import Path
 from types import (
     BuiltinMethodType,
     CellType,
-    CodeType,
     CoroutineType,
     FrameType,
     FunctionType,
@@ -45,6 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.privacy.clipping.files import file_of, home_of, imports_of, is_library, is_users, names_of
 
 T = TypeVar("T")
 
@@ -228,7 +226,11 @@ class Walk:
         if value is None or id(type(value)) in _TEXTUAL_IDS or value in self:
             return self.part(value)
         self.join(value)
-        outer, self._waiting, found = self._waiting, [value], []
+        return self._with_parts(lambda: _described(value, self))
+
+    def _with_parts(self, describe: Callable[[], object]) -> object:
+        outer, self._waiting = self._waiting, []
+        found = [describe()]
         while self._waiting:
             found.append(_described(self._waiting.pop(), self))
         self._waiting = outer
@@ -236,9 +238,13 @@ class Walk:
 
     def root(self, name: str, value: object) -> object:
         """Return what can be compared of an attribute or a variable; places are counted from it."""
+        return self.described(name, lambda: self.whole(value))
+
+    def described(self, name: str, describe: Callable[[], object]) -> object:
+        """Return what `describe` returns of a root, and what can be compared of the parts that it meets."""
         self._root, self._of_root = name, 0
         try:
-            return self.whole(value)
+            return self._with_parts(describe)
         except RecursionError as error:
             raise UserError(
                 f"`model` must keep objects that Python can walk through, got `{name}` with too many levels. "
@@ -249,8 +255,8 @@ class Walk:
         """Return whether a class or function is read: in variables of a file, if it is of a user or of this file."""
         if self.file is None:
             return True
-        home, file = _home(kind)
-        return home == self.file or _is_users(home, file)
+        home, file = home_of(kind)
+        return home == self.file or is_users(home, file)
 
     def table(self, table: dict[Any, Any]) -> None:
         """Note a dictionary, and attributes of a subclass."""
@@ -263,9 +269,13 @@ class Walk:
         self._spaces[id(kind)] = vars(kind)
 
     def function(self, function: FunctionType) -> None:
-        """Note a function, whose variables count if it is of no library."""
+        """Note a function, whose variables count if it is read and of no library."""
         self._functions[id(function)] = function
-        if self.functions is not None and not _is_library(*_home(function)):
+        if self.follows(function) and not is_library(*home_of(function)):
+            self.note_variables(function)
+
+    def note_variables(self, function: FunctionType) -> None:
+        if self.functions is not None:
             self.functions.append(function)
 
     def variables(self, variables: dict[str, Any], names: Iterable[str]) -> None:
@@ -376,8 +386,8 @@ class _Nested(Walk):
     def _is_shared(self, value: object) -> bool:
         return self._outer._is_shared(value)
 
-    def function(self, function: FunctionType) -> None:
-        self._outer.function(function)
+    def note_variables(self, function: FunctionType) -> None:
+        self._outer.note_variables(function)
 
 
 def _are_same(found: Iterable[object], before: Iterable[object]) -> bool:
@@ -470,15 +480,17 @@ class Kept:
                 found[known] = seen.root(known, part)
                 continue
             prefix = f"{name}." if name else ""
-            found[f"{prefix}slots"] = _of_slots(part, seen)
+            found[f"{prefix}slots"] = seen.described(f"{prefix}slots", functools.partial(_of_slots, part, seen))
             found[f"{prefix}names"] = (*part._parameters, None, *part._buffers, None, *part._modules)
             found[f"{prefix}modules"] = tuple(one and seen.part(one) for one in part._modules.values())
             for key, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if tensor is not None:
-                    found[f"{prefix}{key} as an object"] = seen.place(tensor), _as_an_object(tensor, seen)
+                    known, beside = f"{prefix}{key} as an object", functools.partial(_as_an_object, tensor, seen)
+                    found[known] = seen.place(tensor), seen.described(known, beside)
             for key, one in vars(part).items():
                 if key.endswith("_hooks"):
-                    found[f"{prefix}{key} as an object"] = _of_subclass(one, seen)
+                    known = f"{prefix}{key} as an object"
+                    found[known] = seen.described(known, functools.partial(_of_subclass, one, seen))
             values: dict[str, object] = {key: one for key, one in part._buffers.items() if one is not None}
             if type(part).__module__.startswith("torch.nn.modules."):
                 found[f"{prefix}attributes"] = [
@@ -507,11 +519,12 @@ def _variables(seen: Walk) -> Iterator[tuple[str, Any, str]]:
     Each may lead to more functions. Of modules of Python and NumPy their state is noted.
     """
     named = set[tuple[int, str]]()
+    labels: dict[str, int] = {}
     while seen.functions:
         function = seen.functions.pop()
-        file, path = _home(function)
-        spaces, names = [function.__globals__], _names_of(function.__code__)
-        if _is_users(file, path):
+        file, path = home_of(function)
+        spaces, names = [function.__globals__], names_of(function.__code__)
+        if is_users(file, path):
             spaces += _imported(function, seen)
         for space in spaces:  # files that the function's file imports join
             seen.variables(space, names)
@@ -521,45 +534,31 @@ def _variables(seen: Walk) -> Iterator[tuple[str, Any, str]]:
                 if isinstance(value, ModuleType):
                     if (state := _OF_MODULES.get(value.__name__)) is not None:
                         yield value.__name__, seen.number(value.__name__, state), file
-                    elif _is_users(*_home(value)) and not any(vars(value) is one for one in spaces):
+                    elif is_users(*home_of(value)) and not any(vars(value) is one for one in spaces):
                         spaces.append(vars(value))
                 elif name in space and (id(space), name) not in named:
                     named.add((id(space), name))
-                    yield f"{name}{_IN_FILE}{_file_of(space)}", value, file
-
-
-def _file_of(space: Mapping[str, Any]) -> str:
-    """Return the name of a file, as a user knows it, by its variables."""
-    return Path(str(space.get("__file__") or space.get("__name__", "a text"))).name
-
-
-@functools.lru_cache(maxsize=4096)
-def _imports_of(code: CodeType) -> tuple[tuple[str, int], ...]:
-    """Return the names and levels of modules that code imports, and functions within it."""
-    found, before = list[tuple[str, int]](), [*dis.get_instructions(code)]
-    for place, one in enumerate(before):
-        if one.opname == "IMPORT_NAME":
-            found.append((one.argval, before[place - 2].argval))
-        if isinstance(one.argval, CodeType):
-            found += _imports_of(one.argval)
-    return tuple(found)
+                    label = f"{name}{_IN_FILE}{file_of(space)}"
+                    if labels.setdefault(label, id(space)) != id(space):
+                        label += f" ({space.get('__file__')})"
+                    yield label, value, file
 
 
 def _imported(function: FunctionType, seen: Walk) -> Iterator[dict[str, Any]]:
     """Yield the variables of users' files that a function itself imports; those may be imported later, too."""
     package = str(function.__globals__.get("__package__") or "")
-    for name, level in _imports_of(function.__code__):
+    for name, level in imports_of(function.__code__):
         parents = package.split(".")[: len(package.split(".")) - level + 1] if level else []
         module = ".".join([*parents, name] if name else parents)
         seen.variables(sys.modules, [module])  # type: ignore[arg-type]
-        if (value := sys.modules.get(module)) is not None and _is_users(*_home(value)):
+        if (value := sys.modules.get(module)) is not None and is_users(*home_of(value)):
             yield vars(value)
 
 
 _OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
 _MADE_ANEW = frozenset({"_flat_weights", "_flat_weight_refs"})  # of recurrent layers, by `Watch.check` after each pass
 #: modules of Python with classes whose objects hold what a user puts into them
-_HOLDERS = frozenset({"argparse", "collections", "types", "_thread", "threading"})
+_HOLDERS = frozenset({"argparse", "collections", "contextlib", "functools", "queue", "types", "_thread", "threading"})
 
 
 def _large(part: nn.Module) -> list[Tensor]:
@@ -642,11 +641,10 @@ def _described(value: Any, seen: Walk) -> object:
     if isinstance(value, Iterator) and not isinstance(value, IOBase) and reduce is not object.__reduce__:
         return seen.number(id(value), functools.partial(_content_of_state, reduce, value, seen.nested()))
     if isinstance(value, FunctionType):
-        if not seen.follows(value):
-            return (_Itself(value),)
         seen.function(value)
-        if value.__globals__ is vars(functools) and "dispatch_cache" in value.__code__.co_freevars:
-            held = held[1:]  # a cache of functions by types, which holds no numbers
+        cache = getattr(vars(value).get("_clear_cache"), "__self__", None)
+        if value.__globals__ is vars(functools) and type(cache) is weakref.WeakKeyDictionary:
+            seen.join(cache)  # of singledispatch: functions by types, no numbers
     elif not (hides or _is_holder(kind) or seen.follows(kind)):
         return (_Itself(value),)
     elif isinstance(value, nn.RNNBase):
@@ -691,7 +689,7 @@ def _in_memory(value: Any, seen: Walk) -> object:
     Only classes of Python, NumPy and torch are asked for what a copy needs: others could run a user's code.
     """
     ways = type(value).__reduce_ex__, type(value).__reduce__
-    known = all(_is_library(*_home(one)) for one in type(value).__mro__)
+    known = all(is_library(*home_of(one)) for one in type(value).__mro__)
     if known and not any(isinstance(one, FunctionType) for one in ways):
         with suppress(Exception):  # it has no copies
             return seen.nested().whole(value.__reduce_ex__(4))
@@ -773,53 +771,6 @@ def _kind(kind: type) -> tuple[Callable[[Any], object] | None, tuple[str, ...], 
 _KINDS: dict[int, tuple[type, Callable[[Any], object] | None, tuple[str, ...], bool]] = {}
 
 
-@functools.lru_cache(maxsize=4096)
-def _names_of(code: CodeType) -> tuple[str, ...]:
-    return tuple(names_in(code))
-
-
-def _home(value: Any) -> tuple[str, str]:
-    """Return the name and the path of the file of a function, a class or a module, as far as they are known."""
-    if isinstance(value, FunctionType):
-        space = value.__globals__
-    elif isinstance(value, ModuleType):
-        space = vars(value)
-    else:
-        name = value.__module__
-        module = sys.modules.get(name) if isinstance(name, str) else None
-        return str(name), str(getattr(module, "__file__", None) or "")
-    return str(space.get("__name__", "")), str(space.get("__file__") or "")
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_library(module: str, path: str) -> bool:
-    """Return whether a module is of Python, of this package or of those on which it stands: a path tells, if any."""
-    top = module.partition(".")[0]
-    if top not in _LIBRARIES:
-        return False
-    of_python = top in sys.stdlib_module_names
-    folder = os.path.dirname(str(os.__file__ if of_python else getattr(sys.modules.get(top), "__file__", "")))
-    return not path or (path.startswith(folder + os.sep) and not (of_python and _lies_in_site(path)))
-
-
-def _lies_in_site(path: str) -> bool:
-    return bool({"site-packages", "dist-packages"} & {*Path(path).parts})
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_users(module: str, path: str) -> bool:
-    """Return whether a module is a file of a user, not of Python, of this package or installed."""
-    return not (_is_library(module, path) or _lies_in_site(path) or _is_installed(module.partition(".")[0]))
-
-
-@functools.cache
-def _is_installed(top: str) -> bool:
-    """Return whether a package lies where pip has installed it, in a folder of any name."""
-    file = getattr(sys.modules.get(top), "__file__", None)
-    folder = Path(file).parent.parent if file and Path(file).stem == "__init__" else None
-    return folder is not None and next(folder.glob("*.dist-info"), None) is not None
-
-
 def _of_numpy() -> int:
     state = np.random.get_state(legacy=False)["state"]  # type: ignore[call-overload]
     return hash((state["key"].tobytes(), state["pos"]))
@@ -839,14 +790,6 @@ def _items(value: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, OrderedDict):  # which knows another order than the dictionary that it is
         return OrderedDict.items(value)
     return dict.items(value) if isinstance(value, dict) else value.items()
-
-
-def names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names of variables that code refers to, and functions within it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from names_in(constant)
 
 
 def _of_frame(frame: FrameType | None) -> tuple[object, ...]:
@@ -908,7 +851,7 @@ def _of_class(kind: type, seen: Walk) -> dict[str, Any]:
     if not seen.follows(kind):
         return {}
     line = [*reversed(inspect.getmro(type(kind))), *reversed(kind.__mro__)]
-    users = [one for one in line if not _is_library(*_home(one))]
+    users = [one for one in line if not is_library(*home_of(one))]
     for one in users:
         seen.space(one)
     special = vars(_Plain).keys() - {"__doc__"}
@@ -930,9 +873,6 @@ class _Plain:
     __slots__ = ("__dict__", "__weakref__")
     __annotations__: dict[str, Any] = {}
     __abstractmethods__ = __orig_bases__ = __parameters__ = __firstlineno__ = __static_attributes__ = ()
-
-
-_LIBRARIES = {*sys.stdlib_module_names, "dpfl_lightning", "lightning", "numpy", "torch", "torchmetrics"} - {"__main__"}
 
 
 def _bytes_of(tensor: Tensor) -> object:
