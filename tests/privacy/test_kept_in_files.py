@@ -366,6 +366,24 @@ def test_a_cache_that_is_filled_later_is_named():
     clipped_sum({name: 100 * p.detach() for name, p in net.named_parameters()}, X, Y, ClipRequest(1.0))
 
 
+class Drawing(Late):
+    def late(self, hidden):
+        random.random()
+        return hidden
+
+
+@pytest.mark.parametrize("name", ["random", "names", "slots", "attributes"])
+def test_no_attribute_hides_another_thing_by_its_name(name):
+    net = Drawing()
+    setattr(net, name, [0])
+    kept = Kept([net])
+    getattr(net, name)[0] = 1
+    assert kept.changed() == [name]
+    kept = Kept([net])
+    net.late(0)
+    assert kept.changed() == ["state of random"]
+
+
 class Node:
     def __init__(self, rest):
         self.rest = rest

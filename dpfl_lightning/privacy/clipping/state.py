@@ -15,7 +15,7 @@ import sys
 import weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -480,9 +480,10 @@ class Kept:
                 found[known] = seen.root(known, part)
                 continue
             prefix = f"{name}." if name else ""
-            found[f"{prefix}slots"] = seen.described(f"{prefix}slots", functools.partial(_of_slots, part, seen))
-            found[f"{prefix}names"] = (*part._parameters, None, *part._buffers, None, *part._modules)
-            found[f"{prefix}modules"] = tuple(one and seen.part(one) for one in part._modules.values())
+            known, slots = f"{prefix}its slots", functools.partial(_of_slots, part, seen)
+            found[known] = seen.described(known, slots)
+            found[f"{prefix}its names"] = (*part._parameters, None, *part._buffers, None, *part._modules)
+            found[f"{prefix}its modules"] = tuple(one and seen.part(one) for one in part._modules.values())
             for key, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if tensor is not None:
                     known, beside = f"{prefix}{key} as an object", functools.partial(_as_an_object, tensor, seen)
@@ -493,7 +494,7 @@ class Kept:
                     found[known] = seen.described(known, functools.partial(_of_subclass, one, seen))
             values: dict[str, object] = {key: one for key, one in part._buffers.items() if one is not None}
             if type(part).__module__.startswith("torch.nn.modules."):
-                found[f"{prefix}attributes"] = [
+                found[f"{prefix}its attributes"] = [
                     (key, one if key in _OF_TORCH or isinstance(one, Tensor | nn.Module) else seen.whole(one))
                     for key, one in vars(part).items()
                     if not (isinstance(part, nn.RNNBase) and key in _MADE_ANEW) and not key.endswith("_hooks")
@@ -533,7 +534,7 @@ def _variables(seen: Walk) -> Iterator[tuple[str, Any, str]]:
                 value = space[name] if name in space else sys.modules.get(name) if name in _OF_MODULES else None
                 if isinstance(value, ModuleType):
                     if (state := _OF_MODULES.get(value.__name__)) is not None:
-                        yield value.__name__, seen.number(value.__name__, state), file
+                        yield f"state{_IN_FILE}{value.__name__}", seen.number(value.__name__, state), file
                     elif is_users(*home_of(value)) and not any(vars(value) is one for one in spaces):
                         spaces.append(vars(value))
                 elif name in space and (id(space), name) not in named:
@@ -557,6 +558,8 @@ def _imported(function: FunctionType, seen: Walk) -> Iterator[dict[str, Any]]:
 
 _OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
 _MADE_ANEW = frozenset({"_flat_weights", "_flat_weight_refs"})  # of recurrent layers, by `Watch.check` after each pass
+_SEQUENCES = (list, tuple, deque, np.ndarray)
+_COLLECTIONS = (*_SEQUENCES, set, frozenset, Mapping)
 #: modules of Python with classes whose objects hold what a user puts into them
 _HOLDERS = frozenset({"argparse", "collections", "contextlib", "functools", "queue", "types", "_thread", "threading"})
 
@@ -619,7 +622,7 @@ def _described(value: Any, seen: Walk) -> object:
     if isinstance(value, functools._lru_cache_wrapper):
         seen.parts(id(value), lambda: _referents(value))
         return tuple(map(seen.part, _referents(value)))
-    if isinstance(value, Collection) and not isinstance(value, nn.Module) and len(value) > _MOST_ENTRIES and seen.file:
+    if seen.file is not None and isinstance(value, _COLLECTIONS) and len(value) > _MOST_ENTRIES:
         return (_Itself(value),)
     if isinstance(value, Mapping):
         if isinstance(value, dict):
@@ -630,7 +633,7 @@ def _described(value: Any, seen: Walk) -> object:
         seen.parts((id(value), "default"), lambda: [default(value)])
         entries = [(_key(key, seen), seen.part(one)) for key, one in _items(value)]
         return *entries, _of_subclass(value, seen), seen.part(default(value))
-    if isinstance(value, list | tuple | deque | np.ndarray):
+    if isinstance(value, _SEQUENCES):
         if not isinstance(value, tuple):
             seen.parts(id(value), lambda: value)
         return *map(seen.part, value), _of_subclass(value, seen)
