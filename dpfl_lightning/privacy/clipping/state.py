@@ -424,7 +424,7 @@ class Kept:
         if self._walk.is_current():
             return []
         after = self._now(Walk())
-        return [name for name in {**self._before, **after} if not _alike(self._before.get(name), after.get(name))]
+        return [name for name in {**self._before, **after} if self._before.get(name) != after.get(name)]
 
     def require_same(self, more: str = "") -> None:
         """Raise UserError if something is kept otherwise than at first, or `more` is."""
@@ -492,21 +492,15 @@ class Kept:
                 if key.endswith("_hooks"):
                     known = f"{prefix}{key} as an object"
                     found[known] = seen.described(known, functools.partial(_of_subclass, one, seen))
-            values: dict[str, object] = {key: one for key, one in part._buffers.items() if one is not None}
-            if type(part).__module__.startswith("torch.nn.modules."):
-                found[f"{prefix}its attributes"] = [
-                    (key, one if key in _OF_TORCH or isinstance(one, Tensor | nn.Module) else seen.whole(one))
-                    for key, one in vars(part).items()
-                    if not (isinstance(part, nn.RNNBase) and key in _MADE_ANEW) and not key.endswith("_hooks")
-                ]
-                values |= {key: one for key, one in vars(part).items() if key.endswith("_hooks") and one}
-            else:
-                of_class = {} if type(part) in seen else _of_class(type(part), seen)
-                seen.join(type(part))
-                values |= of_class | {key: one for key, one in vars(part).items() if key not in _OF_TORCH}
-                caches = {key for key, one in of_class.items() if isinstance(one, _CACHES)}
-                self._caches |= {f"{prefix}{key}" for key in caches}
-            found |= {f"{prefix}{key}": seen.root(f"{prefix}{key}", one) for key, one in values.items()}
+            of_class = {} if type(part) in seen else _of_class(type(part), seen)
+            seen.join(type(part))
+            self._caches |= {f"{prefix}{key}" for key, one in of_class.items() if isinstance(one, _CACHES)}
+            unseen = {*_OF_TORCH, *(_MADE_ANEW if isinstance(part, nn.RNNBase) else ())}
+            buffers = {key: one for key, one in part._buffers.items() if one is not None}
+            for key, one in {**buffers, **of_class, **vars(part)}.items():
+                no_hooks = key.endswith("_hooks") and isinstance(one, dict) and not one
+                if key not in unseen and not no_hooks:
+                    found[f"{prefix}{key}"] = seen.root(f"{prefix}{key}", one)
         return found
 
 
@@ -572,17 +566,6 @@ def _large(part: nn.Module) -> list[Tensor]:
 def _as_an_object(tensor: Tensor, seen: Walk) -> object:
     """Return what a tensor has beside its numbers."""
     return tensor.requires_grad, seen.part(tensor.grad), id(tensor._backward_hooks), seen.parts_of(vars(tensor))
-
-
-def _alike(before: object, after: object) -> bool:
-    """Return whether contents, or attributes with their names, are the same; objects if they are identical."""
-    if not isinstance(before, list) or not isinstance(after, list):
-        return before == after
-    plain = (bool, int, float, str, tuple, type(None))
-    return len(before) == len(after) and all(
-        name == other and (one is two or (isinstance(one, plain) and type(one) is type(two) and one == two))
-        for (name, one), (other, two) in zip(before, after, strict=True)
-    )
 
 
 def _values_of(value: object, names: Sequence[str]) -> list[object]:
