@@ -263,6 +263,25 @@ def test_a_file_that_is_imported_in_a_function_is_one_of_the_model(kind):
     assert "`TOTAL` of kept_elsewhere.py" in refused(kind())
 
 
+def test_a_file_that_a_pass_imports_first_is_a_change(tmp_path, monkeypatch):
+    (tmp_path / "imported_late.py").write_text("N = 0\ndef step():\n    global N\n    N += 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def late():
+        from imported_late import step
+
+        step()
+
+    kept = Kept([late])
+    late()
+    assert set(kept.changed()) >= {"N of imported_late.py", "step of imported_late.py"}
+    kept = Kept([late])
+    assert kept._walk.is_current()
+    late()
+    assert kept.changed() == ["N of imported_late.py"]
+    sys.modules.pop("imported_late")
+
+
 def test_a_hook_of_all_modules_takes_part():
     handle = nn.modules.module.register_module_forward_hook(lambda layer, given, out: counted(out))
     kept = Kept([Late()])
