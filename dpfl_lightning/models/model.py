@@ -86,7 +86,7 @@ class Model(nn.Module):
 
         They are what it returns, its `logits` if it returns an object or a dictionary, or the first of a list.
         """
-        return self._differentiating.run(lambda: self._output(params, x))
+        return self._differentiating.run(lambda params: self._output(params, x), params)
 
     def _output(self, params: Params, x: Inputs) -> Tensor:
         with CheckedOperators() if self._users_code else nullcontext():

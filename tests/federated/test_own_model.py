@@ -22,6 +22,7 @@ from dpfl_lightning.commands.fit import fit
 from dpfl_lightning.config.mapping import from_mapping
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.federated.client.checks import check_fits
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models.learning_rates import build_schedule
 from dpfl_lightning.models.model import load_trained
@@ -968,3 +969,48 @@ def test_a_lightning_module_by_class_path_from_the_working_directory(tmp_path, m
     report = evaluate_run(options, tmp_path / "run")
     assert report["test_accuracy"] == pytest.approx(result.test_accuracy)
     assert report["test_loss"] == pytest.approx(result.test_loss, rel=1e-4), "by the module's loss"
+
+
+class Sloped(nn.Module):
+    """It scales hidden numbers by their gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+
+    def slope(self, hidden):
+        return torch.autograd.grad(hidden.tanh().sum(), hidden, create_graph=True)[0]
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.head(hidden * self.slope(hidden))
+
+
+class Conditional(Sloped):
+    def slope(self, hidden):
+        return torch.cond(hidden.sum() > 5, lambda one: 2 * one, lambda one: one.sin(), (hidden,))
+
+
+class Uneven(Sloped):
+    """Its copy and it count together."""
+
+    count = 0
+
+    def slope(self, hidden):
+        Uneven.count += 1
+        return hidden / Uneven.count
+
+
+def fits(net):
+    x, y = torch.randn(20, 6, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
+    check_fits(ClientModule(net), Population.from_datasets({"a": (x, y)}, num_classes=3))
+
+
+def test_a_model_that_differentiates_fits_its_records():
+    fits(Sloped())
+
+
+@pytest.mark.parametrize(("kind", "words"), [(Conditional, "torch's compiler"), (Uneven, "keep nothing of a pass")])
+def test_why_a_model_cannot_run_is_said(kind, words):
+    with pytest.raises(UserError, match=words):
+        fits(kind())

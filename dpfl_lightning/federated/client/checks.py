@@ -320,6 +320,8 @@ def _users_errors(must: str, advice: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # a user's code may raise anything
+        if type(error).__module__.startswith("torch._dynamo"):
+            must, advice = "run without torch's compiler", "It hides operators: choose by torch.where, not torch.cond."
         raise UserError(f"`model` must {must}, got: {in_one_line(error)}. {advice}") from error
 
 
@@ -368,14 +370,22 @@ def _gives_probabilities(module: ClientModule, task: Task, population: Populatio
 @torch.no_grad()
 def _copied(module: ClientModule, x: Inputs, y: Tensor) -> ClientModule:
     """Return a copy, as threads use them, if it computes with its own parameters."""
-    with _users_errors("allow copy.deepcopy", "Remove attributes that keep tensors of a pass."):
+    with _users_errors("allow copy.deepcopy", "Remove attributes that keep tensors of a pass, or objects in chains."):
         copied = copy.deepcopy(module)
-    params, losses = moved_parameters(module.net), []
+    params = moved_parameters(module.net)
     x, y = take((x, y), slice(1 if module.large else None))
-    for one in (module, copied):
+
+    def losses(one: ClientModule) -> Tensor:
         with fixed_rng(module.device), tensors_restored(one.net):
-            losses.append(one.sample_loss(params, tree_map(torch.clone, x), y))  # a model may change its inputs
-    if not torch.equal(*(one.nan_to_num() for one in losses)):
+            return one.sample_loss(params, tree_map(torch.clone, x), y).nan_to_num()  # a model may change its inputs
+
+    first = losses(module)
+    if not torch.equal(first, losses(copied)):
+        if not torch.equal(first, losses(module)):
+            raise UserError(
+                "`model` must give a record the same loss in every pass, got another one later. Look for counters and "
+                "averages in variables and attributes, and for random numbers that are not drawn by torch."
+            )
         raise UserError(
             "`model` must be copied by copy.deepcopy, got a copy that computes with layers of the original. Look "
             "for functions in attributes, such as self.block = lambda x: self.layer(x): write methods instead."

@@ -90,14 +90,14 @@ class LightningLoss:
 
     def _of_batch(self, params: Params, x: Any, y: Tensor, index: int = 0) -> Tensor:
         """The loss of a batch, of which the module gets a copy that it may change."""
-        named = {f"module.{name}": value for name, value in params.items()}
 
-        def loss() -> Tensor:
+        def loss(params: Params) -> Tensor:
+            named = {f"module.{name}": value for name, value in params.items()}
             batch = self.form.batch(*tree_map(torch.clone, (x, y)))
             with replaced(self._silent), _StepOperators():
                 return call(self._step, named, self._further_names, (batch, index)).reshape(())  # type: ignore[no-any-return]
 
-        return self._differentiating.run(loss)
+        return self._differentiating.run(loss, params)
 
     def _require_losses_of_records(self, params: Params, x: Any, y: Tensor, per_record: bool) -> None:
         of_first, kept = partial(self._of_batch, params, *take((x, y), slice(1))), Kept([self.module])

@@ -48,7 +48,7 @@ from dpfl_lightning.privacy.clipping.trial_records import (
     moved_parameters,
     passes_of,
 )
-from dpfl_lightning.privacy.clipping.watched import LeftVmap
+from dpfl_lightning.privacy.clipping.watched import LeftVmap, Watch
 from dpfl_lightning.runtime.devices import products_vary
 from dpfl_lightning.runtime.threads import one_thread_an_operator
 
@@ -75,6 +75,7 @@ class CheckedSum:
         self._loop = LoopClippedSum(net, sample_loss)
         self._sizes: dict[tuple[float | None, bool], int] = {}  # by the expected number of records, and if wide
         self._checked: dict[tuple[int, bool], PassedSum] = {}
+        self._watch: Watch | None = None  # of the last check of a size
         self._graphs: dict[int, ClippedSum] = {}  # by the size of passes, on a GPU
 
     @property
@@ -139,7 +140,11 @@ class CheckedSum:
     def _evidence(self, params: Params, x: Records, y: Tensor, count: int) -> list[Tensor]:
         assert self.kind is not None
         with _still(self.net, self.passes), tensors_restored(self.net), evaluating(*dropout_layers(self.net)):
-            norms, *sums = self.kind(self.net, self._sample_loss, len(y)).evidence(params, x, y, count)
+            used = self.kind(self.net, self._sample_loss, len(y))
+            if not isinstance(used, FastClippedSum):
+                used.watch.follow(self._watch)
+                self._watch = used.watch
+            norms, *sums = used.evidence(params, x, y, count)
         finite = norms.isfinite()  # others contribute nothing
         return [norms.where(finite, math.inf), *(one.where(finite, 0) for one in sums)]
 

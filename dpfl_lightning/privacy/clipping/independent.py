@@ -174,13 +174,21 @@ def _shapes_in(values: Any) -> Hashable:
 
 
 def _option(value: Any) -> Hashable:
-    """Return what of an argument decides a shape, which a floating number does not."""
+    """Return an argument by its value, which may decide a shape; of other objects their kind."""
     kind = type(value)
     if isinstance(value, list | tuple):
         return _shapes_in(value)
+    if kind is dict:
+        return _shapes_in((*value, *value.values()))
     if kind is slice:
-        return kind.__name__, value.start, value.stop, value.step
-    return value if kind is int or kind is bool or kind is str or value is None or kind is torch.dtype else id(kind)
+        return kind.__name__, _shapes_in((value.start, value.stop, value.step))
+    if kind is np.ndarray:
+        return value.shape, value.dtype.str, value.tobytes()
+    if kind is float or kind is complex:  # one that is no number does not equal itself
+        return id(kind), repr(value)
+    if id(kind) not in _PLAIN_IDS:
+        return id(kind)
+    return id(kind), value.tobytes() if isinstance(value, np.generic) else value
 
 
 def _computed_alone(func: Any, args: Any, kwargs: Any) -> list[torch.Size] | str | None:

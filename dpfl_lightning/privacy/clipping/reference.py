@@ -219,15 +219,15 @@ class VmapClippedSum:
     ) -> None:
         require(size >= 1, "size", "be at least 1 record", size)
         self.size, self.padding = size, padding
-        self._watch = Watch(owners, under_vmap=True)
-        self._grads = record_gradients(sample_loss, self._watch.calls)
+        self.watch = Watch(owners, under_vmap=True)
+        self._grads = record_gradients(sample_loss, self.watch.calls)
 
     def __call__(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         require_proved(len(y), self.size)
         params = {name: p.detach() for name, p in params.items()}
         wanted, norms = request.chosen(params), [torch.empty(0, device=y.device)]
         total = request.zeros(wanted)
-        self._watch.begin()
+        self.watch.begin()
         for rows, some_x, some_y in passes(x, y, self.size, self.padding):
             whole = self._measured(params, wanted, some_x, some_y, request.order)
             grads, norm = (part[: rows.stop - rows.start] for part in whole)
@@ -235,21 +235,21 @@ class VmapClippedSum:
             factors = clip_factors(norms[-1], request.clip_norm)
             groups = torch.zeros_like(factors, dtype=torch.long) if request.group is None else request.group[rows]
             total += one_hot(factors, groups, request.num_groups) @ kept(grads, factors)
-        self._watch.end()
+        self.watch.end()
         return total, torch.cat(norms)
 
     def _measured(self, params: Params, wanted: Params, x: Inputs, y: Tensor, order: int = 2) -> tuple[Tensor, Tensor]:
         """Return gradients `[size, P]` and norms `[size]` of a whole pass: a GPU adds by the number of rows."""
         by_name = self._grads(params, x, y)
-        self._watch.calls.require_no_error()
-        self._watch.check()
+        self.watch.calls.require_no_error()
+        self.watch.check()
         grads = torch.cat([by_name[name].reshape(len(y), -1) for name in wanted], dim=1)
         grads = grads.to(summing_dtype(grads))
         return grads, row_norms(grads, order)
 
     def evidence(self, params: Params, x: Inputs, y: Tensor, count: int) -> list[Tensor]:
         """Return what tells whether bits of a record's gradient differ, `[count]` each, for one pass."""
-        self._watch.begin()
+        self.watch.begin()
         grads, norms = self._measured(params, params, x, y)
         return [norms[:count], checksums(grads[:count])]
 
@@ -270,6 +270,7 @@ class LoopClippedSum:
 
     def __init__(self, net: nn.Module, sample_loss: SampleLoss) -> None:
         self._net, self._sample_loss, self._held = net, sample_loss, Held(net)
+        self._watch = Watch(owners_of(net, sample_loss), under_vmap=False)
         self.restored: list[str] = []  # what the last pass changed
 
     @torch.no_grad()  # except for the losses
@@ -293,7 +294,7 @@ class LoopClippedSum:
         """Yield the gradients `[p]` of each record, without clipping, by the parameters that are asked for."""
         advice = "Counters and averages would tell how many records there were."
         must = "leave its parameters as they are in a pass"
-        watch = Watch(owners_of(self._net, self._sample_loss), under_vmap=False)
+        watch = self._watch
         watch.begin()
         with tensors_restored(self._net) as restore, OwnDraws(y.device) as draws:
             for _, x_one, y_one in passes(x, y, 1):

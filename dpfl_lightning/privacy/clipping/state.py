@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import itertools
+import logging
 import operator
 import os
 import random
@@ -19,12 +21,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
-from io import IOBase
-from pathlib import Path
+from io import BytesIO, IOBase, StringIO
 from types import (
     BuiltinMethodType,
     CellType,
-    CodeType,
     CoroutineType,
     FrameType,
     FunctionType,
@@ -42,11 +42,11 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.privacy.clipping.files import file_of, home_of, imports_of, is_library, is_users, names_of
 
 T = TypeVar("T")
 
-_MOST_LEVELS = 3
-_MOST_ENTRIES = 1 << 14  # of a collection of a user's file that is compared: longer ones are tables
+_MOST_ENTRIES = 1 << 14  # of a collection in a variable of a file that is compared: longer ones are tables
 _COPIED = 1 << 16  # numbers of a tensor that is copied, so that it can be restored
 
 
@@ -87,7 +87,7 @@ def tensors_restored(net: nn.Module) -> Iterator[Callable[[], list[str]]]:
                 if not _same(tensor, value, version):
                     if value is None:
                         raise RuntimeError(f"the model changes `{f'{part}.{name}'.lstrip('.')}` in a forward pass")
-                    if tensor.shape != value.shape:  # such as a table that grew
+                    if not tensor.is_nested and tensor.shape != value.shape:  # such as a table that grew
                         tensor.resize_(value.shape)
                     tensor.copy_(value)
                     changed.append(f"{part}.{name}".lstrip("."))
@@ -115,6 +115,8 @@ def _same(tensor: Tensor, value: Tensor | None, version: int) -> bool:
     """Whether a tensor still has a value, NaN included; whether a sparse or large one was not changed in place."""
     if value is None or tensor.layout is not torch.strided or tensor.is_meta:
         return tensor._version == version
+    if tensor.is_nested:
+        return _bytes_of(tensor) == _bytes_of(value)
     return torch.equal(tensor, value) or _bytes_of(tensor) == _bytes_of(value)
 
 
@@ -138,27 +140,34 @@ def contents(net: nn.Module, shared: Iterable[Tensor] = ()) -> dict[str, object]
     bound to or closes over, and in the classes of users. Variables of Python modules do not count. Of tensors that the
     copies have `shared` the version counts.
     """
-    seen = Walk({id(one): one for one in shared})
-    return {
-        f"{name}.{key}".lstrip("."): _content(value, seen)
-        for name, part in net.named_modules()
-        for key, value in {**_of_class(type(part), seen), **part._parameters, **part._buffers, **vars(part)}.items()
-        if key not in ("_parameters", "_buffers", "_modules")
-    }
+    seen, found = Walk(shared), dict[str, object]()
+    for name, part in net.named_modules():
+        of_class = {} if type(part) in seen else _of_class(type(part), seen)
+        seen.join(type(part))
+        for key, value in {**of_class, **part._parameters, **part._buffers, **vars(part)}.items():
+            if key not in _OF_TORCH:
+                known = f"{name}.{key}".lstrip(".")
+                found[known] = seen.root(known, value)
+    return found
 
 
-class Walk(dict[int, Any]):
-    """The objects that a walk through a model has seen, by id, and what it has read of them.
+class Walk:
+    """A walk through what a model keeps: the objects that it has seen, and what it has read of them.
 
     If all of it is as it was (`is_current`), another walk would find the same. That takes a fraction of a walk: objects
-    are compared by identity, and of numbers that change in place their content.
+    are compared by identity, and of numbers that change in place their content. Of tensors that are `shared` the
+    version counts. In variables of a `file` it ends at objects of libraries, which count by their identity.
     """
 
-    def __init__(self, seen: Mapping[int, Any] | None = None) -> None:
-        super().__init__(seen or {})
+    def __init__(self, shared: Iterable[Tensor] = ()) -> None:
         self._first = 0  # place of the first object
-        self._order = {key: place for place, key in enumerate(self)}
+        self._places: dict[int, tuple[int, str, int]] = {}  # of objects, by id: in the walk, and from a root
+        self._root, self._of_root = "", 0
+        self.file: str | None = None
+        self._waiting: list[object] = []
+        self.functions: list[FunctionType] | None = []  # whose variables count
         self.kept: list[object] = []  # so that no other object gets its id
+        self._shared: set[int] = set()
         self._tables: dict[int, dict[Any, Any]] = {}
         self._spaces: dict[int, MappingProxyType[str, Any]] = {}  # of classes
         self._functions: dict[int, FunctionType] = {}
@@ -166,25 +175,88 @@ class Walk(dict[int, Any]):
         self._parts: dict[object, Callable[[], Iterable[object]]] = {}
         self._numbers: dict[object, tuple[Callable[[], object], object]] = {}
         self._in_place: dict[int, _Version] = {}  # of tensors of which versions are compared
+        for one in shared:
+            self.share(one)
+
+    def __contains__(self, value: object) -> bool:
+        return self._place(value) is not None
+
+    def _place(self, value: object) -> tuple[int, str, int] | None:
+        return self._places.get(id(value))
 
     def join(self, value: object) -> None:
         """Note that the walk has seen an object."""
-        self._order.setdefault(id(value), self._first + len(self._order))
-        self[id(value)] = value
+        if value not in self:
+            self._places[id(value)] = self._first + len(self._places), self._root, self._of_root
+            self._of_root += 1
+            self.kept.append(value)
+
+    def share(self, tensor: Tensor) -> None:
+        self.join(tensor)
+        self._shared.add(id(tensor))
 
     def nested(self) -> Walk:
-        """Return a walk that has seen what this one has seen by now, and of which this one learns nothing."""
+        """Return a walk that has seen what this one has seen by now, and of which this one learns functions alone."""
         return _Nested(self)
 
-    def place(self, key: int) -> int | None:
-        """Return the place in the walk of the object with an id; None if it has not seen it."""
-        return self._order.get(key)
+    def part(self, value: object) -> object:
+        """Return what stands for a part of an object: its text, or its place. What is new waits to be described."""
+        if value is None or id(type(value)) in _TEXTUAL_IDS:
+            return repr(value)
+        if value not in self:
+            self.join(value)
+            self._waiting.append(value)
+        elif isinstance(value, Tensor) and self._is_shared(value):
+            return self.version(value), self.place(value)
+        return self.place(value)
 
-    def again(self, value: object) -> tuple[str, int]:
-        """Return the place in the walk of an object that it has seen: another one in its place is a change."""
-        place = self.place(id(value))
-        assert place is not None  # for mypy
-        return "seen", place
+    def place(self, value: object) -> tuple[str, int] | None:
+        """Return the place of an object that the walk has seen: another one in its place is a change."""
+        found = self._place(value)
+        return found and found[1:]
+
+    def _is_shared(self, value: object) -> bool:
+        return id(value) in self._shared
+
+    def parts_of(self, values: Mapping[str, object]) -> tuple[object, ...]:
+        return tuple([(name, self.part(one)) for name, one in values.items()])
+
+    def whole(self, value: object) -> object:
+        """Return what can be compared of a value: descriptions of all that it leads to and that is new."""
+        if value is None or id(type(value)) in _TEXTUAL_IDS or value in self:
+            return self.part(value)
+        self.join(value)
+        return self._with_parts(lambda: _described(value, self))
+
+    def _with_parts(self, describe: Callable[[], object]) -> object:
+        outer, self._waiting = self._waiting, []
+        found = [describe()]
+        while self._waiting:
+            found.append(_described(self._waiting.pop(), self))
+        self._waiting = outer
+        return tuple(found)
+
+    def root(self, name: str, value: object) -> object:
+        """Return what can be compared of an attribute or a variable; places are counted from it."""
+        return self.described(name, lambda: self.whole(value))
+
+    def described(self, name: str, describe: Callable[[], object]) -> object:
+        """Return what `describe` returns of a root, and what can be compared of the parts that it meets."""
+        self._root, self._of_root = name, 0
+        try:
+            return self._with_parts(describe)
+        except RecursionError as error:
+            raise UserError(
+                f"`model` must keep objects that Python can walk through, got `{name}` with too many levels. "
+                "Hold its parts in a list."
+            ) from error
+
+    def follows(self, kind: Any) -> bool:
+        """Return whether a class or function is read: in variables of a file, if it is of a user or of this file."""
+        if self.file is None:
+            return True
+        home, file = home_of(kind)
+        return home == self.file or is_users(home, file)
 
     def table(self, table: dict[Any, Any]) -> None:
         """Note a dictionary, and attributes of a subclass."""
@@ -196,9 +268,15 @@ class Walk(dict[int, Any]):
     def space(self, kind: type) -> None:
         self._spaces[id(kind)] = vars(kind)
 
-    def function(self, function: FunctionType, names: Iterable[str]) -> None:
+    def function(self, function: FunctionType) -> None:
+        """Note a function, whose variables count if it is read and of no library."""
         self._functions[id(function)] = function
-        self.variables(function.__globals__, names)
+        if self.follows(function) and not is_library(*home_of(function)):
+            self.note_variables(function)
+
+    def note_variables(self, function: FunctionType) -> None:
+        if self.functions is not None:
+            self.functions.append(function)
 
     def variables(self, variables: dict[str, Any], names: Iterable[str]) -> None:
         """Note variables of a file, which may be there or not."""
@@ -229,6 +307,7 @@ class Walk(dict[int, Any]):
 
     def close(self) -> Walk:
         """Note all objects at the end of a walk."""
+        self.functions = None
         self._filled = [one for one in self._tables.values() if one]  # the size of an empty one tells all
         self._objects = [[*found] for found in self._now()]
         return self
@@ -295,16 +374,20 @@ class _Nested(Walk):
 
     def __init__(self, outer: Walk) -> None:
         super().__init__()
-        self._outer, self._first = outer, outer._first + len(outer._order)
+        self._outer, self._first = outer, outer._first + len(outer._places)
+        self._root, self._of_root, self.file = f"{outer._root}...", 0, outer.file
 
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, int) and self.place(key) is not None
+    def _place(self, value: object) -> tuple[int, str, int] | None:
+        if id(value) in self._places:
+            return self._places[id(value)]
+        place = self._outer._place(value)
+        return place if place is not None and place[0] < self._first else None
 
-    def place(self, key: int) -> int | None:
-        if key in self._order:
-            return self._order[key]
-        place = self._outer.place(key)
-        return place if place is not None and place < self._first else None
+    def _is_shared(self, value: object) -> bool:
+        return self._outer._is_shared(value)
+
+    def note_variables(self, function: FunctionType) -> None:
+        self._outer.note_variables(function)
 
 
 def _are_same(found: Iterable[object], before: Iterable[object]) -> bool:
@@ -327,6 +410,7 @@ class Kept:
 
     def __init__(self, owners: Sequence[object]) -> None:
         self._owners = owners
+        self._caches = set[str]()  # names of attributes and variables
         self._walk = Walk()
         self._before = self._now(self._walk)
         self._walk.close()
@@ -340,26 +424,45 @@ class Kept:
         if self._walk.is_current():
             return []
         after = self._now(Walk())
-        return [name for name in {**self._before, **after} if not _alike(self._before.get(name), after.get(name))]
+        return [name for name in {**self._before, **after} if self._before.get(name) != after.get(name)]
 
     def require_same(self, more: str = "") -> None:
         """Raise UserError if something is kept otherwise than at first, or `more` is."""
-        if kept := [*(f"`{name}`" for name in self.changed()), *filter(None, [more])]:
+        if kept := [*map(self._named, self.changed()), *filter(None, [more])]:
             raise UserError(
                 f"`model` must keep nothing of a pass for the next one, got {', '.join(kept)}. Remove attributes, "
-                "caches, lists and counters that a pass fills: they would bring a record into the gradients of others. "
-                "Draw random numbers by torch."
+                "variables, lists and counters that a pass fills: they would bring a record into the gradients of "
+                "others. What fills a cache of no record is called once in __init__. Draw random numbers by torch."
             )
 
+    def _named(self, name: str) -> str:
+        variable, _, file = name.partition(_IN_FILE)
+        text = f"`{variable}` of {file}" if file else f"`{name}`"
+        return f"{text} (a cache)" if name in self._caches else text
+
     def _now(self, seen: Walk) -> dict[str, object]:
+        """Return what is kept now, by the names of attributes, functions and variables of files."""
+        found = self._of_owners(seen)
+        hooks = {name: one for name, one in vars(nn.modules.module).items() if name.startswith("_global_")}
+        found |= {f"torch's {name}": seen.root(name, one) for name, one in hooks.items() if isinstance(one, dict)}
+        for name, value, file in _variables(seen):
+            seen.file = file
+            found[name] = seen.root(name, value)
+            if isinstance(value, functools._lru_cache_wrapper):
+                self._caches.add(name)
+        return found
+
+    def _of_owners(self, seen: Walk) -> dict[str, object]:
         parts = [
             (name, part)
             for owner in self._owners
             for name, part in (owner.named_modules() if isinstance(owner, nn.Module) else [("", owner)])
         ]
         modules = [part for _, part in parts if isinstance(part, nn.Module)]
-        for one in (one for part in modules for one in (part, *_large(part))):
-            seen.join(one)
+        for module in modules:
+            seen.join(module)
+            for one in _large(module):
+                seen.share(one)
         for module in modules:
             for name, table in vars(module).items():
                 if isinstance(table, dict) and (name in _OF_TORCH or name.endswith("_hooks")):
@@ -373,39 +476,86 @@ class Kept:
         seen.tensors([one for one in tensors if one is not None])
         for name, part in parts:
             if not isinstance(part, nn.Module):
-                found[getattr(part, "__name__", type(part).__name__)] = _content(part, seen)
+                known = getattr(part, "__name__", type(part).__name__)
+                found[known] = seen.root(known, part)
                 continue
             prefix = f"{name}." if name else ""
-            found[f"{prefix}slots"] = _of_slots(part, seen)
-            found[f"{prefix}names"] = (*part._parameters, None, *part._buffers, None, *part._modules)
-            found[f"{prefix}modules"] = tuple(one and seen.again(one) for one in part._modules.values())
-            for key, one in (*part._parameters.items(), *part._buffers.items()):
-                if one is not None:
-                    found[f"{prefix}{key} as an object"] = _as_an_object(one, seen)
+            known, slots = f"{prefix}its slots", functools.partial(_of_slots, part, seen)
+            found[known] = seen.described(known, slots)
+            found[f"{prefix}its names"] = (*part._parameters, None, *part._buffers, None, *part._modules)
+            found[f"{prefix}its modules"] = tuple(one and seen.part(one) for one in part._modules.values())
+            for key, tensor in (*part._parameters.items(), *part._buffers.items()):
+                if tensor is not None:
+                    known, beside = f"{prefix}{key} as an object", functools.partial(_as_an_object, tensor, seen)
+                    found[known] = seen.place(tensor), seen.described(known, beside)
             for key, one in vars(part).items():
                 if key.endswith("_hooks"):
-                    found[f"{prefix}{key} as an object"] = _of_subclass(one, seen)
-            found |= {f"{prefix}{key}": _content(one, seen) for key, one in part._buffers.items() if one is not None}
-            if type(part).__module__.startswith("torch.nn.modules."):
-                found[f"{prefix}attributes"] = [
-                    (key, one if key in _OF_TORCH or isinstance(one, Tensor | nn.Module) else _content(one, seen))
-                    for key, one in vars(part).items()
-                    if not (isinstance(part, nn.RNNBase) and key in _MADE_ANEW) and not key.endswith("_hooks")
-                ]
-                hooks = {key: one for key, one in vars(part).items() if key.endswith("_hooks") and one}
-                found |= {f"{prefix}{key}": _content(one, seen) for key, one in hooks.items()}
-            else:
-                of_class = _of_class(type(part), seen)
-                attributes = {key: one for key, one in vars(part).items() if key not in _OF_TORCH}
-                found |= {f"{prefix}{key}": _content(one, seen) for key, one in {**of_class, **attributes}.items()}
+                    known = f"{prefix}{key} as an object"
+                    found[known] = seen.described(known, functools.partial(_of_subclass, one, seen))
+            of_class = {} if type(part) in seen else _of_class(type(part), seen)
+            seen.join(type(part))
+            self._caches |= {f"{prefix}{key}" for key, one in of_class.items() if isinstance(one, _CACHES)}
+            unseen = {*_OF_TORCH, *(_MADE_ANEW if isinstance(part, nn.RNNBase) else ())}
+            buffers = {key: one for key, one in part._buffers.items() if one is not None}
+            for key, one in {**buffers, **of_class, **vars(part)}.items():
+                no_hooks = key.endswith("_hooks") and isinstance(one, dict) and not one
+                if key not in unseen and not no_hooks:
+                    found[f"{prefix}{key}"] = seen.root(f"{prefix}{key}", one)
         return found
+
+
+_IN_FILE = " of "  # which no name of an attribute has
+_CACHES = (functools._lru_cache_wrapper, functools.cached_property)
+
+
+def _variables(seen: Walk) -> Iterator[tuple[str, Any, str]]:
+    """Yield variables that functions of users, and of installed packages, name in files, once each; and their files.
+
+    Each may lead to more functions. Of modules of Python and NumPy their state is noted.
+    """
+    named = set[tuple[int, str]]()
+    labels: dict[str, int] = {}
+    while seen.functions:
+        function = seen.functions.pop()
+        file, path = home_of(function)
+        spaces, names = [function.__globals__], names_of(function.__code__)
+        if is_users(file, path):
+            spaces += _imported(function, seen)
+        for space in spaces:  # files that the function's file imports join
+            seen.variables(space, names)
+            file = str(space.get("__name__", ""))
+            for name in names:
+                value = space[name] if name in space else sys.modules.get(name) if name in _OF_MODULES else None
+                if isinstance(value, ModuleType):
+                    if (state := _OF_MODULES.get(value.__name__)) is not None:
+                        yield f"state{_IN_FILE}{value.__name__}", seen.number(value.__name__, state), file
+                    elif is_users(*home_of(value)) and not any(vars(value) is one for one in spaces):
+                        spaces.append(vars(value))
+                elif name in space and (id(space), name) not in named:
+                    named.add((id(space), name))
+                    label = f"{name}{_IN_FILE}{file_of(space)}"
+                    if labels.setdefault(label, id(space)) != id(space):
+                        label += f" ({space.get('__file__')})"
+                    yield label, value, file
+
+
+def _imported(function: FunctionType, seen: Walk) -> Iterator[dict[str, Any]]:
+    """Yield the variables of users' files that a function itself imports; those may be imported later, too."""
+    package = str(function.__globals__.get("__package__") or "")
+    for name, level in imports_of(function.__code__):
+        parents = package.split(".")[: len(package.split(".")) - level + 1] if level else []
+        module = ".".join([*parents, name] if name else parents)
+        seen.variables(sys.modules, [module])  # type: ignore[arg-type]
+        if (value := sys.modules.get(module)) is not None and is_users(*home_of(value)):
+            yield vars(value)
 
 
 _OF_TORCH = frozenset({"_parameters", "_buffers", "_modules"})
 _MADE_ANEW = frozenset({"_flat_weights", "_flat_weight_refs"})  # of recurrent layers, by `Watch.check` after each pass
-_COLLECTIONS = (list, dict, set, deque, bytearray, np.ndarray)
+_SEQUENCES = (list, tuple, deque, np.ndarray)
+_COLLECTIONS = (*_SEQUENCES, set, frozenset, Mapping)
 #: modules of Python with classes whose objects hold what a user puts into them
-_HOLDERS = frozenset({"argparse", "collections", "types", "_thread", "threading"})
+_HOLDERS = frozenset({"argparse", "collections", "contextlib", "functools", "queue", "types", "_thread", "threading"})
 
 
 def _large(part: nn.Module) -> list[Tensor]:
@@ -415,18 +565,7 @@ def _large(part: nn.Module) -> list[Tensor]:
 
 def _as_an_object(tensor: Tensor, seen: Walk) -> object:
     """Return what a tensor has beside its numbers."""
-    return tensor.requires_grad, id(tensor.grad), id(tensor._backward_hooks), _content(vars(tensor), seen)
-
-
-def _alike(before: object, after: object) -> bool:
-    """Return whether contents, or attributes with their names, are the same; objects if they are identical."""
-    if not isinstance(before, list) or not isinstance(after, list):
-        return before == after
-    plain = (bool, int, float, str, tuple, type(None))
-    return len(before) == len(after) and all(
-        name == other and (one is two or (isinstance(one, plain) and type(one) is type(two) and one == two))
-        for (name, one), (other, two) in zip(before, after, strict=True)
-    )
+    return tensor.requires_grad, seen.part(tensor.grad), id(tensor._backward_hooks), seen.parts_of(vars(tensor))
 
 
 def _values_of(value: object, names: Sequence[str]) -> list[object]:
@@ -440,40 +579,34 @@ def _attributes(part: nn.Module) -> list[object]:
     return [*names, *map(attributes.__getitem__, names)]
 
 
-def _content(value: Any, seen: Walk) -> object:
-    """Return what can be compared of a value; None for an object in `seen`, by its id, which it joins."""
-    if value is None or id(type(value)) in _TEXTUAL_IDS:
-        return repr(value)
+def _described(value: Any, seen: Walk) -> object:
+    """Return what can be compared of an object that a walk has not seen; its parts wait in the walk."""
+    kind = type(value)
     if isinstance(value, Tensor):
-        if id(value) in seen:
-            return seen.version(value), seen.again(value)
-        seen.kept.append(value)
         seen.tensors([value])
-        return seen.number(id(value), functools.partial(_numbers, value)), _as_an_object(value, seen)
-    state, held, hides = _kind(type(value))
+        large = seen.file is not None and is_large(value)
+        numbers = seen.version(value) if large else seen.number(id(value), functools.partial(_numbers, value))
+        return numbers, _as_an_object(value, seen)
+    state, held, hides = _kind(kind)
     if state is not None:
-        seen.kept.append(value)
         found = seen.number(id(value), functools.partial(_content_of_state, state, value, seen.nested()))
-        if id(value) in seen:
-            return found, seen.again(value)
-        seen.join(value)
-        return found, _of_subclass(value, seen), _content(value(), seen) if isinstance(value, weakref.ref) else None
+        return found, _of_subclass(value, seen), seen.part(value()) if isinstance(value, weakref.ref) else None
     if isinstance(value, np.ndarray) and value.dtype != object:
-        seen.kept.append(value)
         return seen.number(id(value), functools.partial(_of_array, value)), _of_subclass(value, seen)
     if isinstance(value, bytearray):
-        seen.kept.append(value)
         return seen.number(id(value), lambda: bytes(value)), _of_subclass(value, seen)
     if isinstance(value, type):
-        return _Itself(value), _content(_of_class(value, seen), seen)
+        return _Itself(value), seen.parts_of(_of_class(value, seen))
     if isinstance(value, ModuleType):
         return (_Itself(value),)
-    if id(value) in seen:
-        return seen.again(value)
-    seen.join(value)  # kept, so that no other object gets its id
-    if (own := next((one for one in _VALUES if issubclass(type(value), one)), None)) is not None:
+    if (own := next((one for one in _VALUES if issubclass(kind, one)), None)) is not None:
         number: object = own.__repr__(value) if own is not np.generic else (value.dtype, value.tobytes())  # type: ignore[call-arg]
-        return type(value), number, _of_subclass(value, seen)
+        return kind, number, _of_subclass(value, seen)
+    if isinstance(value, functools._lru_cache_wrapper):
+        seen.parts(id(value), lambda: _referents(value))
+        return tuple(map(seen.part, _referents(value)))
+    if seen.file is not None and isinstance(value, _COLLECTIONS) and len(value) > _MOST_ENTRIES:
+        return (_Itself(value),)
     if isinstance(value, Mapping):
         if isinstance(value, dict):
             seen.table(value)
@@ -481,33 +614,46 @@ def _content(value: Any, seen: Walk) -> object:
             seen.parts(id(value), lambda: itertools.chain.from_iterable(_items(value)))
         default = operator.attrgetter("default_factory") if isinstance(value, defaultdict) else _nothing
         seen.parts((id(value), "default"), lambda: [default(value)])
-        entries = [(_key(key, seen), _content(one, seen)) for key, one in _items(value)]
-        return *entries, _of_subclass(value, seen), _content(default(value), seen)
-    if isinstance(value, list | tuple | deque | np.ndarray):
+        entries = [(_key(key, seen), seen.part(one)) for key, one in _items(value)]
+        return *entries, _of_subclass(value, seen), seen.part(default(value))
+    if isinstance(value, _SEQUENCES):
         if not isinstance(value, tuple):
             seen.parts(id(value), lambda: value)
-        return *(_content(one, seen) for one in value), _of_subclass(value, seen)
+        return *map(seen.part, value), _of_subclass(value, seen)
     if isinstance(value, set | frozenset):
         seen.parts(id(value), lambda: sorted(value, key=id))
-        return *sorted(str(_content(one, seen)) for one in value), _of_subclass(value, seen)
-    if (
-        isinstance(value, Iterator)
-        and not isinstance(value, IOBase)
-        and type(value).__reduce__ is not object.__reduce__
-    ):
-        reduce = type(value).__reduce__
+        return *sorted(str(seen.whole(one)) for one in value), _of_subclass(value, seen)
+    reduce: Any = kind.__reduce__
+    if isinstance(value, Iterator) and not isinstance(value, IOBase) and reduce is not object.__reduce__:
         return seen.number(id(value), functools.partial(_content_of_state, reduce, value, seen.nested()))
     if isinstance(value, FunctionType):
-        seen.function(value, ())
+        seen.function(value)
+        cache = getattr(vars(value).get("_clear_cache"), "__self__", None)
+        if value.__globals__ is vars(functools) and type(cache) is weakref.WeakKeyDictionary:
+            seen.join(cache)  # of singledispatch: functions by types, no numbers
+    elif not (hides or _is_holder(kind) or seen.follows(kind)):
+        return (_Itself(value),)
+    elif isinstance(value, nn.RNNBase):
+        seen.parts((id(value), "attributes"), functools.partial(_attributes, value))
+        return kind, tuple(seen.part(one) for one in _attributes(value))
     else:
-        seen.parts((id(value), "held"), lambda: [type(value), *_values_of(value, held)])
-    parts = {name: _content(getattr(value, name, None), seen) for name in held}
+        seen.parts((id(value), "held"), lambda: [kind, *_values_of(value, held)])
+    parts: tuple[object, ...] = tuple((name, seen.part(getattr(value, name, None))) for name in held)
     memory = seen.number((id(value), "memory"), functools.partial(_in_memory, value, seen.nested())) if hides else None
     memory = value.__name__ if isinstance(value, BuiltinMethodType) else memory
     if isinstance(value, FunctionType):
-        parts |= {f"its {name}": repr(getattr(value, name)) for name in _NAMED} | _referred(value, seen)
-        parts["its code"] = id(value.__code__)
-    return type(value), memory, tuple(parts.items()), _content(_of_class(type(value), seen), seen)
+        parts = (*parts, id(value.__code__), *(repr(getattr(value, name)) for name in _NAMED))
+    return memory, parts, seen.part(kind)
+
+
+def _is_holder(kind: type) -> bool:
+    """Return whether objects of a class of Python or torch hold what a user puts into them."""
+    return kind.__module__ in _HOLDERS or issubclass(kind, (*_HELD, nn.Module, torch.optim.Optimizer))
+
+
+def _referents(cache: functools._lru_cache_wrapper[Any]) -> list[object]:
+    """Return keys and results in a cache, of which no attribute shows anything, and its function."""
+    return sorted(gc.get_referents(cache), key=id)
 
 
 @dataclass(frozen=True, eq=False)
@@ -529,10 +675,10 @@ def _in_memory(value: Any, seen: Walk) -> object:
     Only classes of Python, NumPy and torch are asked for what a copy needs: others could run a user's code.
     """
     ways = type(value).__reduce_ex__, type(value).__reduce__
-    known = {str(getattr(one, "__module__", "")).partition(".")[0] for one in type(value).__mro__} <= _LIBRARIES
+    known = all(is_library(*home_of(one)) for one in type(value).__mro__)
     if known and not any(isinstance(one, FunctionType) for one in ways):
         with suppress(Exception):  # it has no copies
-            return _content(value.__reduce_ex__(4), seen.nested())
+            return seen.nested().whole(value.__reduce_ex__(4))
     return (_Itself(value),)
 
 
@@ -555,17 +701,17 @@ def _of_array(value: np.ndarray[Any, Any]) -> object:
 
 def _key(key: Any, seen: Walk) -> object:
     """Return what can be compared of a key, which may be an object with state."""
-    return repr(key) if id(type(key)) in _TEXTUAL_IDS else (repr(key), _content(key, seen))
+    return repr(key) if id(type(key)) in _TEXTUAL_IDS else (repr(key), seen.part(key))
 
 
 def _of_subclass(value: Any, seen: Walk) -> object:
     """Return what an instance of a subclass has beside what its class of Python, or of a library, has."""
     kind = type(value)
-    if id(kind) in _BUILT_IN:
+    if id(kind) in _BUILT_IN or not seen.follows(kind):
         return None
     own = getattr(value, "__dict__", None)
-    attributes = _content(own, seen) if type(own) is dict else None
-    return attributes, _of_slots(value, seen), _content(_of_class(kind, seen), seen)
+    attributes = seen.part(own) if type(own) is dict else None
+    return attributes, _of_slots(value, seen), seen.part(kind)
 
 
 def _of_slots(value: object, seen: Walk) -> object:
@@ -574,12 +720,12 @@ def _of_slots(value: object, seen: Walk) -> object:
         return ()
     read = functools.partial(_values_of, value, slots)
     seen.parts((id(value), "slots"), read)
-    return tuple((name, _content(one, seen)) for name, one in zip(slots, read(), strict=True))
+    return tuple(map(seen.part, read()))
 
 
-_BUILT_IN = frozenset(  # classes whose instances have no attributes of their own
+_BUILT_IN = frozenset(  # classes whose instances have no attributes of their own, or whose state has them
     map(id, (dict, list, tuple, set, frozenset, str, bytes, int, float, complex, bool, deque, np.ndarray))
-)
+) | {id(logging.Logger), id(logging.RootLogger)}
 _TEXTUAL = frozenset({str, bytes, int, bool, float, complex})
 _TEXTUAL_IDS = frozenset(map(id, _TEXTUAL))  # a metaclass may say that a class equals another
 #: classes whose objects never change: another value is another object
@@ -588,11 +734,11 @@ _WORD = struct.calcsize("P")
 
 
 def _numbers(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tuple(tensor.shape), _bytes_of(tensor)
+    return tensor.dtype, None if tensor.is_nested else tuple(tensor.shape), _bytes_of(tensor)
 
 
 def _content_of_state(state: Callable[[Any], object], value: Any, seen: Walk) -> object:
-    return type(value), _content(state(value), seen.nested())
+    return type(value), seen.nested().whole(state(value))
 
 
 def _kind(kind: type) -> tuple[Callable[[Any], object] | None, tuple[str, ...], bool]:
@@ -611,134 +757,6 @@ def _kind(kind: type) -> tuple[Callable[[Any], object] | None, tuple[str, ...], 
 _KINDS: dict[int, tuple[type, Callable[[Any], object] | None, tuple[str, ...], bool]] = {}
 
 
-@functools.lru_cache(maxsize=4096)
-def _names_of(code: CodeType) -> tuple[str, ...]:
-    return tuple(names_in(code))
-
-
-def _referred(function: FunctionType, seen: Walk) -> dict[str, object]:
-    """Return the contents of what a user's function refers to in files of users: numbers, functions, classes."""
-    if function.__module__.partition(".")[0] in _LIBRARIES:
-        return {}
-    found: dict[str, object] = {}
-    names, spaces = _names_of(function.__code__), [function.__globals__]
-    seen.function(function, names)
-    for space in spaces:  # files that the function's file imports join
-        seen.variables(space, names)
-        for name in names:
-            value = space[name] if name in space else sys.modules.get(name) if name in _OF_MODULES else None
-            if not isinstance(value, ModuleType):
-                found[f"{len(spaces)} {name}"] = _of_variable(value, function.__module__, seen)
-            elif (state := _OF_MODULES.get(value.__name__)) is not None:
-                found[name] = seen.number(value.__name__, state)
-            elif _is_users(value.__name__) and not any(vars(value) is one for one in spaces):
-                spaces.append(vars(value))
-    return found
-
-
-def _of_variable(value: Any, file: str, seen: Walk) -> object:
-    """Return what can be compared of a variable to which a function of a file refers."""
-    home = str(getattr(value if isinstance(value, FunctionType | type) else type(value), "__module__", ""))
-    of_users = home == file or _is_users(home)
-    if isinstance(value, FunctionType | type):
-        content = value if isinstance(value, FunctionType) else _of_class(value, seen) if of_users else None
-        return (_content(content, seen), _Itself(value)) if of_users else None
-    if isinstance(value, nn.Module):
-        return _of_model(value, seen)
-    if value is None or type(value) in _TEXTUAL:
-        return repr(value)  # another one would be another object
-    if isinstance(value, Iterator) or _kind(type(value))[0] is not None:
-        return _content(value, seen)
-    own = getattr(value, "__dict__", None)
-    for one in (value, own) if of_users else (value,):
-        _note_collections(one, seen)
-    methods = _content(_of_class(type(value), seen), seen) if of_users else None
-    return _numbers_in(value), _numbers_in(own) if of_users else None, methods, *_functions_of(value, seen)
-
-
-def _of_model(model: nn.Module, seen: Walk) -> object:
-    """Return what tells whether a model that is no part of the trained one changes: tensors count by their versions."""
-    found: list[object] = []
-    for part in (one for one in model.modules() if id(one) not in seen):
-        seen.join(part)
-        attributes = {name: one for name, one in vars(part).items() if name not in (*_OF_TORCH, *_MADE_ANEW)}
-        for table in (vars(part), part._parameters, part._buffers, part._modules):
-            seen.table(table)
-        for one in (*part._parameters.values(), *part._buffers.values()):
-            found.append(one if one is None else (seen.version(one), id(one)))
-        _note_collections(attributes, seen)
-        found += [_numbers_in(attributes), _content(_of_class(type(part), seen), seen)]
-    return found
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_users(module: str) -> bool:
-    """Return whether a module is a file of a user, not of Python, of this package or installed."""
-    top = module.partition(".")[0]
-    file = str(getattr(sys.modules.get(module), "__file__", ""))
-    installed = bool({"site-packages", "dist-packages"} & {*Path(file).parts}) or _is_installed(top)
-    return top not in _LIBRARIES and not installed
-
-
-@functools.cache
-def _is_installed(top: str) -> bool:
-    """Return whether a package lies where pip has installed it, in a folder of any name."""
-    file = getattr(sys.modules.get(top), "__file__", None)
-    folder = Path(file).parent.parent if file and Path(file).stem == "__init__" else None
-    return folder is not None and next(folder.glob("*.dist-info"), None) is not None
-
-
-def _held_by(value: Any) -> Any:
-    """Return what an object holds that stands for it, of a user's class or of Python's own holders of attributes."""
-    kind = type(value)
-    if kind is functools.partial:
-        return (value.func, value.args, value.keywords)
-    if isinstance(value, (*_COLLECTIONS, frozenset, tuple, Mapping, Tensor, nn.Module, type, FunctionType, ModuleType)):
-        return value
-    if kind.__module__ in _HOLDERS or _is_users(kind.__module__):
-        return {
-            **(getattr(value, "__dict__", None) or {}),
-            **{name: getattr(value, name, None) for name in _slots(kind)},
-        }
-    return value
-
-
-def _functions_of(value: Any, seen: Walk) -> Iterator[object]:
-    """Yield the contents of functions in a collection of a file."""
-    if isinstance(value, functools.partial):
-        yield _content(value.func, seen)
-    if isinstance(value, dict | list | tuple | set | frozenset) and len(value) <= _MOST_ENTRIES:
-        for one in value.values() if isinstance(value, dict) else value:
-            if type(one) is FunctionType:
-                yield _content(one, seen)
-
-
-def _note_collections(value: Any, seen: Walk, depth: int = 0) -> None:
-    """Note what `_numbers_in` reads: the entries of collections by identity, and numbers that change in place."""
-    if isinstance(value, Tensor) or (isinstance(value, np.ndarray) and value.dtype.hasobject is False):
-        seen.kept.append(value)
-        seen.number((id(value), "numbers"), functools.partial(_numbers_in, value))
-    held = _held_by(value)
-    if depth > _MOST_LEVELS or not isinstance(held, (*_COLLECTIONS, tuple, Mapping)) or len(held) > _MOST_ENTRIES:
-        return
-    seen.kept.append(value)
-
-    def entries() -> Iterable[Any]:
-        held = _held_by(value)
-        if isinstance(held, Mapping):
-            return itertools.chain.from_iterable(_items(held))
-        return sorted(held, key=id) if isinstance(held, set | frozenset) else held
-
-    seen.parts((id(value), "entries"), entries)
-    for one in entries():
-        if type(one) not in _TEXTUAL:
-            _note_collections(one, seen, depth + 1)
-
-
-def _used(cache_info: Callable[[], Any]) -> tuple[int, int]:
-    return cache_info().currsize, cache_info().misses
-
-
 def _of_numpy() -> int:
     state = np.random.get_state(legacy=False)["state"]  # type: ignore[call-overload]
     return hash((state["key"].tobytes(), state["pos"]))
@@ -753,22 +771,6 @@ _OF_MODULES: Mapping[str, Callable[[], int]] = {
 }
 
 
-def _numbers_in(value: Any, depth: int = 0) -> object:
-    """Return the numbers and texts in collections of a few levels, to be compared; of other objects their identity."""
-    if isinstance(value, Tensor):
-        return value._version if is_large(value) else _bytes_of(value)
-    if isinstance(value, bool | int | float | complex | str | bytes | type(None)):
-        return repr(value)
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return value.shape, hash(value.tobytes())
-    value = _held_by(value)
-    if depth > _MOST_LEVELS or not isinstance(value, (*_COLLECTIONS, tuple, Mapping)) or len(value) > _MOST_ENTRIES:
-        return id(value)
-    if isinstance(value, Mapping):
-        value = [*itertools.chain.from_iterable(_items(value))]  # entries are new tuples each time
-    return tuple(_numbers_in(one, depth + 1) for one in value)
-
-
 def _items(value: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
     """Return the entries as they are stored: a dictionary of another class may make new ones whenever it is asked."""
     if isinstance(value, OrderedDict):  # which knows another order than the dictionary that it is
@@ -776,19 +778,13 @@ def _items(value: Mapping[Any, Any]) -> Iterable[tuple[Any, Any]]:
     return dict.items(value) if isinstance(value, dict) else value.items()
 
 
-def names_in(code: CodeType) -> Iterator[str]:
-    """Yield the names of variables that code refers to, and functions within it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from names_in(constant)
-
-
 def _of_frame(frame: FrameType | None) -> tuple[object, ...]:
     return () if frame is None else (frame.f_lasti, dict(frame.f_locals))
 
 
-#: generators, which hold their state elsewhere
+#: what a logger has beside settings of its own: others, and a cache of levels
+_OF_LOGGERS = ("_cache", "manager", "parent", "handlers")
+#: generators and the like, which hold their state elsewhere
 _STATES: dict[type, Callable[[Any], object]] = {
     torch.Generator: torch.Generator.get_state,
     np.random.Generator: lambda one: one.bit_generator.state,
@@ -803,7 +799,9 @@ _STATES: dict[type, Callable[[Any], object]] = {
     np.random.SeedSequence: lambda one: one.state,
     weakref.ref: lambda one: id(one()),
     ContextVar: lambda one: one.get(None),
-    functools._lru_cache_wrapper: lambda one: _used(one.cache_info),
+    logging.Logger: lambda one: {name: value for name, value in vars(one).items() if name not in _OF_LOGGERS},
+    BytesIO: lambda one: (one.getvalue(), one.tell()),
+    StringIO: lambda one: (one.getvalue(), one.tell()),
     np.void: lambda one: (one.dtype, one.item() if one.dtype.hasobject else one.tobytes()),
     torch.UntypedStorage: lambda one: hash(bytes(one)) if len(one) <= _COPIED else len(one),
 }
@@ -836,20 +834,23 @@ def _slots(kind: type) -> list[str]:
 
 def _of_class(kind: type, seen: Walk) -> dict[str, Any]:
     """Attributes of a class and of its bases, unless they belong to Python or a library of this package."""
-    if id(kind) in seen:
+    if not seen.follows(kind):
         return {}
-    seen.join(kind)
     line = [*reversed(inspect.getmro(type(kind))), *reversed(kind.__mro__)]
-    users = [one for one in line if str(one.__module__).partition(".")[0] not in _LIBRARIES]
+    users = [one for one in line if not is_library(*home_of(one))]
     for one in users:
         seen.space(one)
     special = vars(_Plain).keys() - {"__doc__"}
     return {
-        name: id(value) if name.startswith("__") and type(value) not in _TEXTUAL else value
+        name: id(value) if name.startswith("__") and not isinstance(value, _CODE) else value
         for one in users
         for name, value in vars(one).items()
         if name not in special
     }
+
+
+#: what of special attributes is code, or a text
+_CODE = (*_TEXTUAL, FunctionType, MethodType, staticmethod, classmethod, functools.partial, *_CACHES)
 
 
 class _Plain:
@@ -860,12 +861,11 @@ class _Plain:
     __abstractmethods__ = __orig_bases__ = __parameters__ = __firstlineno__ = __static_attributes__ = ()
 
 
-_LIBRARIES = {*sys.stdlib_module_names, "dpfl_lightning", "lightning", "numpy", "torch", "torchmetrics"} - {"__main__"}
-
-
 def _bytes_of(tensor: Tensor) -> object:
     if tensor.is_meta:  # without numbers
         return None
+    if tensor.is_nested:
+        return tuple((tuple(one.shape), _bytes_of(one)) for one in tensor.detach().unbind())
     if tensor.is_quantized:
         return _bytes_of(tensor.int_repr()), tensor.qscheme()
     try:

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.privacy.clipping.files import names_in
 from dpfl_lightning.privacy.clipping.inputs import rows_each, take
 from dpfl_lightning.privacy.clipping.passes import Batch
 from dpfl_lightning.privacy.clipping.reference import Params, SampleLoss
-from dpfl_lightning.privacy.clipping.state import names_in, tensors_restored
+from dpfl_lightning.privacy.clipping.state import tensors_restored
 from dpfl_lightning.privacy.clipping.watched import TORCHS
 
 _MODULES = """

@@ -350,7 +350,7 @@ class TappedSum:
         self.known, self._learns = known, False  # sequences of operators for which sizes were checked; None: of all
         self._calls, self._loop = TappedCalls(), LoopClippedSum(net, sample_loss)
         self._calls.own_constants = own_constants
-        self._watch = Watch(owners_of(net, sample_loss), under_vmap=True, calls=self._calls)
+        self.watch = Watch(owners_of(net, sample_loss), under_vmap=True, calls=self._calls)
         self.direct: set[str] = set()  # parameters that were differentiated directly
         self.tapped: set[str] = set()
         self._before = Checksums({})  # of parameters
@@ -398,7 +398,7 @@ class TappedSum:
                 totals.add(grads, factors, group)
                 others.append(places[differ[:count]])
             left = torch.cat(others)
-            self._watch.end()
+            self.watch.end()
             if not len(left):
                 return totals.result(), norms
         group = None if request.group is None else request.group[left]
@@ -466,7 +466,7 @@ class TappedSum:
     def _require_nothing_kept(self) -> None:
         """Raise UserError if something stays of a pass that has ended with an error."""
         self._calls.end_pass()
-        self._watch.check()
+        self.watch.check()
         self._calls.forget()
 
     def _public(self, x: Inputs, y: Tensor) -> Batch:
@@ -520,7 +520,7 @@ class TappedSum:
                 self._require_nothing_kept()
                 continue
             self._calls.require_no_error()
-            self._watch.check()
+            self.watch.check()
             changed = self._before.changed()
             must = "leave its parameters as they are in a pass"
             require(not changed, "model", must, ", ".join(changed), "Each pass would change those of the next one.")
@@ -537,7 +537,7 @@ class TappedSum:
 
     def _begin(self, params: Params) -> None:
         """Note before the first pass what no pass may change."""
-        self._watch.begin()
+        self.watch.begin()
         self._before = Checksums(params)
 
     def _differentiated(

@@ -224,6 +224,11 @@ def _home_of(func: Any) -> str:
 _OF_C = frozenset(map(id, (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, GetSetDescriptorType)))
 
 
+def _texts(shapes: list[torch.Size] | str) -> str:
+    """Return shapes of results in words, or the error in place of them."""
+    return shapes if isinstance(shapes, str) else f"shape {', '.join(str([*one]) for one in shapes)}"
+
+
 class WatchedCalls(TorchFunctionMode):
     """Notes the tensors that a user's code makes; within `vmap` raises LeftVmap for what sees more than one record.
 
@@ -278,7 +283,7 @@ class WatchedCalls(TorchFunctionMode):
             alone = shapes_alone(func, args, kwargs) if self._under_vmap and is_compared(func) else None
             found = self.compute(func, args, kwargs)
             if alone is not None and (shapes := shapes_of(found)) and alone != shapes:
-                what = alone if isinstance(alone, str) else f"its result has shapes {alone}, not {shapes}"
+                what = f"it gives a record {_texts(shapes)}, and one alone {_texts(alone)}"
                 raise LeftVmap(f"`{getattr(func, '__name__', func)}` takes the records for another dimension: {what}")
         except Exception as error:
             self._failed = self._failed or f"{type(error).__name__}: {error}"
@@ -474,6 +479,10 @@ class Watch:
         self._before: Kept | None = None
         self._large = Checksums({})
         self.calls = calls or WatchedCalls(under_vmap)
+
+    def follow(self, other: Watch | None) -> None:
+        """Begin from what another watch of the same owners has noted, which spares a walk through them."""
+        self._before = None if other is None else other._before
 
     def begin(self) -> None:
         """Note what is kept before the first pass of a computation: between two, other code may change a model."""
