@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -98,8 +98,10 @@ def counted_records():
             counts.append(len(inputs[0]))
 
     hook = torch.nn.modules.module.register_module_forward_pre_hook(count)
-    yield counts
-    hook.remove()
+    try:
+        yield counts
+    finally:
+        hook.remove()
 
 
 @pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook")
@@ -120,12 +122,13 @@ def test_every_contestant_does_the_same_work(name, changed):
     steps = -(-case.records // case.batch_size)
     noise = LEARNING_RATE * NOISE_MULTIPLIER * CLIP_NORM / case.batch_size * (steps * len(start) / case.clients) ** 0.5
     for contestant in contestants(case, torch.device("cpu"), FastEngine(1)):
-        with counted_records() as counts:
+        ours = contestant.name in ("ours", "records")  # layer rules run some layers more than once
+        with nullcontext([]) if ours else counted_records() as counts:
             moved = (contestant.round() - start).norm()
         assert torch.isfinite(moved) and moved > 0
-        if contestant.name in ("ours", "records"):
+        if ours:
             assert moved > 0.9 * noise
-            continue  # its layer rules run some layers more than once
+            continue
         opacus = contestant.name == "opacus"  # Poisson: 1,280 records with a standard deviation of 34
         assert sum(counts) == pytest.approx(case.clients * case.records, rel=0.15 if opacus else 0)
         assert (moved > 0.9 * noise) == opacus

@@ -176,7 +176,7 @@ def test_a_smoothing_that_was_edited_is_refused(loss, tmp_path):
 
 
 def test_a_loss_that_counts_its_calls_is_refused(tmp_path):
-    with pytest.raises(UserError, match="`model` must give a record the same gradient in every pass"):
+    with pytest.raises(UserError, match="must keep nothing of a pass for the next one, got `numbers` of"):
         run_of(tmp_path / "run", Releases(), module=ClientModule(small_net(), counting)).run()
 
 

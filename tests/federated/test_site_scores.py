@@ -110,7 +110,7 @@ def test_scores_that_fail_change_no_reply(tmp_path, monkeypatch):
     nodes, terms, _ = federation(tmp_path, count=1)
     monkeypatch.setattr(study, "evaluate_own", lambda *_: 1 / 0)
     with pytest.warns(UserNotice, match="scores of held-out records are not computed: ZeroDivisionError"):
-        assert asked(nodes[0], an_evaluation(digest(terms), 0, torch.zeros(650))) == Welcome(True, ())
+        assert asked(nodes[0], an_evaluation(digest(terms), 0, torch.zeros(650))) == Welcome(False, ())
     assert read_scores(nodes[0].state.plan_folder(digest(terms))) is None
 
 
@@ -127,7 +127,7 @@ def test_what_a_server_may_ask_of_held_out_records(tmp_path):
     nodes, terms, _ = federation(tmp_path, RELEASED)
     model, plan, node = torch.zeros(650), digest(terms), nodes[0]
     before = asked(node, an_evaluation(plan, 0, model))
-    assert before == asked(node, an_evaluation(plan, 2, model + 1)) == Welcome(True, ()), (
+    assert before == asked(node, an_evaluation(plan, 2, model + 1)) == Welcome(False, ()), (
         "one reply, whatever the scores are"
     )
     for round, other in ((-1, model), (9, model)):
