@@ -28,8 +28,8 @@ class Odds(NamedTuple):
         return f"at most {self.factor} times" if self.factor[0].isdigit() else f"possibly {self.factor} times"
 
     @classmethod
-    def of(cls, epsilon: float, delta: float, digits: int = _DIGITS) -> "Odds":
-        """Translate a finite epsilon, with so many digits of the factor; no other epsilon has odds.
+    def of(cls, epsilon: float, delta: float) -> "Odds":
+        """Translate a finite epsilon; no other one has odds.
 
         With all that a client sent, a guess between two equally likely data sets is right with probability at most
         (exp(epsilon) + delta) / (exp(epsilon) + 1).
@@ -39,17 +39,17 @@ class Odds(NamedTuple):
         """
         right = (1 + delta * math.exp(-epsilon)) / (1 + math.exp(-epsilon))
         of_cases = f"{at_least(math.ceil(min(right, 1) * 1000) / 10)} of 100 cases"
-        return cls(likelihood_ratio(epsilon, digits), one_in(delta), of_cases)
+        return cls(likelihood_ratio(epsilon), one_in(delta), of_cases)
 
     @classmethod
-    def left(cls, epsilon: float, delta: float, digits: int = _DIGITS) -> "Odds":
+    def left(cls, epsilon: float, delta: float) -> "Odds":
         """Translate what is left of a budget: rounded down, and without guesses, of which there are none.
 
         >>> Odds.left(0.5, 9e-5)
         Odds(factor='1.64', exception='1 in 11,112', guesses='')
         """
         exception = f"1 in {math.ceil(1 / delta - 1e-6):,}" if delta else "0"
-        return cls(likelihood_ratio(epsilon, digits, math.floor), exception, "")
+        return cls(likelihood_ratio(epsilon, math.floor), exception, "")
 
 
 def anybody_words(counts: Sequence[int], guarantees: Sequence[Guarantee]) -> str:
@@ -67,8 +67,8 @@ def one_in(probability: float) -> str:
     return f"1 in {int(1 / min(probability, 1.0) + 1e-6):,}" if probability else "0"
 
 
-def likelihood_ratio(epsilon: float, digits: int = _DIGITS, to_whole: Callable[[float], int] = math.ceil) -> str:
-    """Return exp(epsilon) with so many digits, rounded up.
+def likelihood_ratio(epsilon: float, to_whole: Callable[[float], int] = math.ceil) -> str:
+    """Return exp(epsilon) with three digits, rounded up.
 
     >>> likelihood_ratio(0.0), likelihood_ratio(3.0), likelihood_ratio(8.0), likelihood_ratio(40.0)
     ('1', '20.1', '2,990', 'more than a million')
@@ -78,19 +78,19 @@ def likelihood_ratio(epsilon: float, digits: int = _DIGITS, to_whole: Callable[[
     if epsilon > math.log(_MOST):
         return "more than a million"
     value = math.exp(epsilon) * (1 - 1e-9 if to_whole is math.ceil else 1 + 1e-9)
-    step = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
+    step = 10.0 ** (math.floor(math.log10(value)) - _DIGITS + 1)
     rounded = to_whole(value / step) * step
-    return f"{round(rounded, digits - 1):,g}" if value < 1000 else f"{rounded:,.0f}"
+    return f"{round(rounded, _DIGITS - 1):,g}" if value < 1000 else f"{rounded:,.0f}"
 
 
-def of_several(one: Guarantee, digits: int = _DIGITS, client: str = "client") -> list[dict[str, str]]:
+def of_several(one: Guarantee, client: str = "client") -> list[dict[str, str]]:
     """Return what holds for k records of one unit: k epsilon, and delta (e^(k epsilon) - 1) / (e^epsilon - 1)."""
     rows = []
     for count in (2, 4):
         epsilon, useful = count * one.epsilon, count * one.epsilon < _USELESS
         delta = one.delta * (math.expm1(epsilon) / math.expm1(one.epsilon) if one.epsilon else count) if useful else 1.0
         useful = useful and delta < 0.5
-        odds = Odds.of(epsilon, delta, digits) if useful else Odds("no useful bound", "", "")
+        odds = Odds.of(epsilon, delta) if useful else Odds("no useful bound", "", "")
         rows.append(
             {
                 f"{RECORD.one_group} with": f"{count} records of one {client}",

@@ -458,10 +458,10 @@ def test_receivers_and_files_are_those_of_the_plan(tmp_path):
 
 def test_a_remainder_is_rounded_down_and_factors_can_be_checked():
     for epsilon, delta in ((0.5, 9e-5), (1.5, 2e-5), (3.0, 0.009)):
-        left, most = Odds.left(epsilon, delta, 3), Odds.of(epsilon, delta, 3)
+        left, most = Odds.left(epsilon, delta), Odds.of(epsilon, delta)
         assert float(left.factor) <= math.exp(epsilon) <= float(most.factor) <= 1.01 * float(left.factor)
         assert 1 / int(left.exception[5:].replace(",", "")) <= delta and not left.guesses
-    one, other, both = (float(Odds.of(epsilon, 0, 3).factor) for epsilon in (0.5, 1.0, 1.5))
+    one, other, both = (float(Odds.of(epsilon, 0).factor) for epsilon in (0.5, 1.0, 1.5))
     assert one * other == pytest.approx(both, abs=0.01)
 
 
