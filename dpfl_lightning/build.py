@@ -1,10 +1,13 @@
 """From a configuration to what a client has: records, model and engine."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import nn
 
 from dpfl_lightning import models
-from dpfl_lightning.config.options import Options
+from dpfl_lightning.config.options import EngineOptions, Options
 from dpfl_lightning.config.registry import made_by
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.arrival import arrival_of
@@ -82,6 +85,9 @@ def _build_model(options: Options, population: Population | Facts) -> nn.Module:
     return models.named(model, population.input_shape, population.num_classes)
 
 
-def build_engine(name: str, workers: int | None = None) -> SerialEngine:
-    """Return the engine `name` of `ENGINES`, not set up yet. `fast` trains `workers` clients concurrently."""
-    return FastEngine(workers) if name == "fast" else ENGINES[name]()
+def build_engine(name: str, workers: int | None = None, trainer: Mapping[str, Any] | None = None) -> SerialEngine:
+    """Return the engine `name` of `ENGINES`, not set up yet; see `EngineOptions`.
+
+    Raises UserError for options of another engine.
+    """
+    return ENGINES[name].of(EngineOptions(name, workers=workers, trainer=dict(trainer or {})))

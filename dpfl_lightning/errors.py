@@ -152,6 +152,22 @@ def _without_extra(module: str, extra: str) -> str:
     return f"{name} is not installed. Run pip install 'dpfl_lightning[{extra}]'.{_WITHOUT.get(name, '')}"
 
 
+def _words_and_status(error: BaseException) -> tuple[str, int]:
+    """Return what is told of an error that ends a command, and its exit status; raise it again if it is a bug."""
+    if isinstance(error, KeyboardInterrupt):
+        return words_and_status(error)
+    if isinstance(error, UserError):
+        return f"error: {error}", 2
+    if isinstance(error, BrokenPipeError) and _stdout_is_closed():
+        return "", 128 + signal.SIGPIPE
+    if isinstance(error, ModuleNotFoundError) and (extra := _EXTRAS.get(str(error.name).partition(".")[0])):
+        return f"error: {_without_extra(str(error.name), extra)}", 2
+    if isinstance(error, OSError) and error.errno in _OF_THE_MACHINE:
+        file, notes = error.filename or "the files of the command", " ".join(getattr(error, "__notes__", ()))
+        return f"error: `{file}` must be accessible, got: {error.strerror}. {notes}".rstrip(), 2
+    raise error
+
+
 def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
     """Wrap a command: a `UserError` or `UserNotice` is one line on stderr, and an error is exit status 2.
 
@@ -165,32 +181,20 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
         warnings.showwarning = functools.partial(_show, set(), warnings.showwarning)
         silent = launched().local_rank > 0
         words, status = "", 0
-        with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext(), terminable():
-            try:
+        try:
+            with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext(), terminable():
                 try:
-                    return main(argv) or 0
-                finally:
-                    sys.stdout.flush()  # so that a closed pipe is noticed here and not when Python exits
-            except BrokenPipeError:
-                if not _stdout_is_closed():
-                    raise
-                return 128 + signal.SIGPIPE
-            except UserError as error:
-                words, status = f"error: {error}", 2
-            except ModuleNotFoundError as error:
-                if (extra := _EXTRAS.get(str(error.name).partition(".")[0])) is None:
-                    raise
-                words, status = f"error: {_without_extra(str(error.name), extra)}", 2
-            except OSError as error:
-                if error.errno not in _OF_THE_MACHINE:
-                    raise
-                file, notes = error.filename or "the files of the command", " ".join(getattr(error, "__notes__", ()))
-                words, status = f"error: `{file}` must be accessible, got: {error.strerror}. {notes}".rstrip(), 2
-            except KeyboardInterrupt as error:
-                words, status = words_and_status(error)
+                    try:
+                        return main(argv) or 0
+                    finally:
+                        sys.stdout.flush()  # so that a closed pipe is noticed here and not when Python exits
+                except (UserError, ModuleNotFoundError, OSError, KeyboardInterrupt) as error:
+                    words, status = _words_and_status(error)
                 if _is_the_process():
                     ignore_signals()
-        if not silent:
+        except KeyboardInterrupt as error:  # while the command ended: what ended it first is told
+            words, status = (words, status) if words else _words_and_status(error)
+        if words and not silent:
             print(_wrapped(words), file=sys.stderr)
         return status
 

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lightning.pytorch.loggers import Logger
 from torch import nn
@@ -46,6 +46,9 @@ from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.guarantee_page import GuaranteePage
 from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+
+if TYPE_CHECKING:
+    from dpfl_lightning.federated.client.fairness import FairnessMeasure
 
 
 class Remote(Protocol):
@@ -88,6 +91,7 @@ class FederatedLoop(RunSession):
         engine: fast (the default), serial or trainer.
         output_dir: a new or empty folder; the default is a folder under `runs/`.
         device: "auto", or an accelerator of Lightning Fabric.
+        fairness: see `evaluation.fairness`; in simulations alone.
         options: the resolved configuration, which is stored with the run.
         new_net: builds the module's `net` from a seed, for strategies that start with several models or begin again.
         remote: the clients, if their records are at sites; then the population has no client, but may have a test set.
@@ -123,6 +127,7 @@ class FederatedLoop(RunSession):
         device: str = "auto",
         evaluate_every: int = 1,
         exact_times: bool = False,
+        fairness: "FairnessMeasure | None" = None,
         options: Mapping[str, Any] | None = None,
         new_net: Callable[[int], nn.Module] | None = None,
         remote: Remote | None = None,
@@ -159,6 +164,7 @@ class FederatedLoop(RunSession):
             population = population.counting(unit)
         population, module = population.to(ranks.fabric.device), module.to(ranks.fabric.device)
         self.population, self.module, self._ranks = population, module, ranks
+        require(remote is None or fairness is None, "evaluation.fairness", "be null with records at sites", "a measure")
         require(remote is None or ranks.size == 1, "--nodes", "be used in one process", f"{ranks.size} ranks")
         facts = facts_of(population) if remote is None else remote.facts(population)
         sides: Clients
@@ -167,7 +173,8 @@ class FederatedLoop(RunSession):
         else:
             engine = FastEngine() if engine is None else engine
             channel = Threads(engine) if ranks.size == 1 else RankChannel(engine, ranks)
-            sides = LocalClients(population, module, channel, privacy)
+            make = LocalClients if fairness is None else fairness.clients
+            sides = make(population, module, channel, privacy)
         settings = client_settings(facts.num_records, clients, privacy, seed, facts.names)
         if module.task_advice and not (options or {}).get("data", {}).get("name"):  # that of a public data set is known
             warn_user(module.task_advice)
@@ -285,6 +292,11 @@ def build_loop(
     """
     population = build_population(options) if population is None else population
     facts = facts_of(population)  # without the records, which may move to another device
+    fairness = None
+    if options.evaluation.fairness is not None:
+        from dpfl_lightning.federated.client.fairness import build_fairness  # only for these
+
+        fairness = build_fairness(options.evaluation.fairness)
     return FederatedLoop(
         population,
         build_module(options, facts),
@@ -294,12 +306,13 @@ def build_loop(
         network=options.network,
         strategies=strategies.build(options.strategies),
         callbacks=more,
-        engine=build_engine(options.engine.name, options.engine.workers),
+        engine=build_engine(options.engine.name, options.engine.workers, options.engine.trainer),
         seed=options.seed,
         output_dir=options.output_dir,
         device=options.engine.device,
         evaluate_every=options.evaluation.every,
         exact_times=options.evaluation.exact_times,
+        fairness=fairness,
         options=dataclasses.asdict(options),
         new_net=lambda seed: build_net(dataclasses.replace(options, seed=seed), facts),
         remote=remote,

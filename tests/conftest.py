@@ -69,6 +69,20 @@ def blobs(num_clients: int = 4, records: int = 60, classes: int = 3, features: i
     return Population.from_datasets(pairs, test=draw(200), held_out=0.2, num_classes=classes)
 
 
+#: true groups of the clients of `of_two_kinds`
+GROUPS = (0, 1, 0, 1)
+
+
+def of_two_kinds() -> Population:
+    """Four clients; those of group 1 call class y what the others call y + 1."""
+    population = blobs()
+    y = population.y.clone()
+    for client, group in enumerate(GROUPS):
+        for rows in (population.train_of[client], population.held_out_of[client]):
+            y[rows] = (y[rows] + group) % 3
+    return dataclasses.replace(population, y=y, groups=GROUPS, test=None)
+
+
 def small_net(features: int = 6, classes: int = 3, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(features, 8), nn.ReLU(), nn.Linear(8, classes))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from dpfl_lightning.federated.client.metrics import METRICS
+from dpfl_lightning.federated.client.metrics import METRICS, measures_of
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -19,6 +19,7 @@ from dpfl_lightning.federated.server.results import PlannedClients, RoundReport,
 from dpfl_lightning.federated.server.run import assumptions
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
+from dpfl_lightning.models.tasks import TASKS
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, RunGuarantee
@@ -26,6 +27,7 @@ from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.ledger.file import NO_CHAIN, Charge, charge_lines
 from dpfl_lightning.privacy.ledger.operator import OperatedAccount
 
+EVERY_MEASURE = {name: metric.measure() for name, metric in METRICS.items()} | measures_of({}, TASKS["binary"])
 FRAME = {"sampling": "Poisson sampling", "accountant": "RDP (Opacus, orders 1.1 to 1024)"}
 
 
@@ -44,6 +46,7 @@ def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 
         **{"output_dir": folder, "rounds": rounds, "first_round": 1, "num_params": 1234, "clients": clients},
         **{"estimated_seconds": 200.0, "exact_times": True, "engine": "serial", "device": "cpu", "sampling": "poisson"},
         **{"accountant": get_accountant("rdp"), "noise": "keyed, not cryptographic", "options": {}},
+        "measures": EVERY_MEASURE,
     }
     view = View(
         round=1,
@@ -118,7 +121,7 @@ def a_result(view: View, **changed) -> RunResult:
         "clients": clients,
         "test_accuracy": 0.5,
         "test_loss": 1.5,
-        "measures": {name: metric.measure() for name, metric in METRICS.items()},
+        "measures": EVERY_MEASURE,
     }
     return RunResult(**{**usual, **changed})
 

@@ -16,7 +16,7 @@ from dpfl_lightning.papers.distillation.distillation import Distillation
 
 CLASSES = 3
 SHAPE = (1, 8, 8)
-NOTICE = pytest.mark.filterwarnings("ignore:strategy distillation. gradients of single classes")
+NOTICE = pytest.mark.filterwarnings("ignore:strategy .*gradients of single classes")
 
 
 def digits(counts: list[list[int]], seed: int = 0) -> Population:
@@ -90,8 +90,13 @@ def distilled(make_loop, population=None, privacy=None, rounds=2, others=(), net
     return loop, strategy
 
 
+def made_of(strategy: Distillation) -> dict:
+    """Images, their momentum and the age of the model."""
+    return strategy.state_dict()["made"][0]
+
+
 def images_of(strategy: Distillation) -> torch.Tensor:
-    return strategy.state_dict()["images"]
+    return made_of(strategy)["images"]
 
 
 def class_means(population: Population, params, rows_of=None) -> list[torch.Tensor]:
@@ -108,9 +113,10 @@ def class_means(population: Population, params, rows_of=None) -> list[torch.Tens
 class Target(Distillation):
     """Keeps the targets of its rounds."""
 
-    def _target(self, combined):
-        target = super()._target(combined)
+    def _target(self, combined, heard):
+        target = super()._target(combined, heard)
         self.__dict__.setdefault("kept", []).append(target)
+        self.noise_std = heard.noise_std
         return target
 
 

@@ -22,22 +22,24 @@ CONCEPTS = {
     "counts of held-out records": r"(?i:(?<![a-z])(?:\w*count\w*_held_out|of_held_out|held_out_counts|of_counts|"
     r"gaussian_?counts|laplace_?counts)|counts? of (?:[a-z]+ )?held[- ]out|held[- ]out counts?)",
     "Laplace noise": r"(?i)laplace",
-    "a task's name, outside its class": rf"[\"'](?:{TASKS})[\"']",
+    "a task's name, outside its class": rf"[\"'](?:{TASKS})[\"']|(?<=task )(?:{TASKS})\b|(?<=task: )(?:{TASKS})\b",
 }
+SUFFIXES = (".py", ".html")  # of code and templates
 #: files in which a concept is at home
 AT_HOME = {"a task's name, outside its class": {"dpfl_lightning/models/tasks.py"}}
 
 
 def working_tree() -> dict[str, str]:
     """Path -> text of each file of the package."""
-    return {str(path.relative_to(ROOT)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    paths = sorted(path for suffix in SUFFIXES for path in PACKAGE.rglob(f"*{suffix}"))
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
 
 
 def committed(commit: str) -> dict[str, str]:
     """As `working_tree`, of a commit."""
     git = ["git", "-C", str(ROOT)]
     listed = subprocess.check_output([*git, "ls-tree", "-r", "--name-only", commit, "dpfl_lightning"], text=True)
-    paths = [path for path in listed.splitlines() if path.endswith(".py")]
+    paths = [path for path in listed.splitlines() if path.endswith(SUFFIXES)]
     return {path: subprocess.check_output([*git, "show", f"{commit}:{path}"], text=True) for path in paths}
 
 

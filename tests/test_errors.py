@@ -1,6 +1,8 @@
 """A user's mistake is one sentence and a status; a bug keeps its traceback."""
 
+import contextlib
 import errno
+import signal
 import subprocess
 import sys
 import warnings
@@ -8,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from dpfl_lightning import errors
 from dpfl_lightning.errors import UserError, UserNotice, command, nearest, require
+from dpfl_lightning.runtime import stopping
 from dpfl_lightning.runtime.stopping import Terminated
 
 
@@ -40,6 +44,22 @@ def raising(error):
 )
 def test_a_users_mistake_is_a_line_and_a_status(error, status, line, capsys):
     assert raising(error)([]) == status
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize(("error", "line"), [(UserError("no"), "error: no\n"), (None, "stopped by SIGTERM\n")])
+def test_a_signal_while_a_command_ends_hides_nothing(error, line, monkeypatch, capsys):
+    """A launcher ends the other ranks at the moment at which they tell that one is missing."""
+
+    @contextlib.contextmanager
+    def late():
+        with stopping.terminable():
+            yield
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(errors, "terminable", late)
+    ended = raising(error) if error else command(lambda argv: 0)
+    assert ended([]) in (2, 143)
     assert capsys.readouterr().err == line
 
 

@@ -1,11 +1,13 @@
 """What the figures of a finished run draw."""
 
 import dataclasses
+import warnings
 
 from fakes import a_result, a_view
 
 from dpfl_lightning.federated.server.history import Round
 from dpfl_lightning.federated.server.results import ClientEmbedding
+from dpfl_lightning.reporting.charts import Chart, Series
 from dpfl_lightning.reporting.figures import figures
 
 
@@ -71,3 +73,10 @@ def test_participations_are_drawn_beside_budgets_unless_all_took_part_alike(tmp_
     for client in bare.clients:
         client["epsilon_spent"] = None
     assert len(figures([], bare)["participation"].axes) == 1, "without privacy there is no budget"
+
+
+def test_letters_that_no_font_has_are_drawn_without_a_warning():
+    series = Series("\u7532 clinic", [1, 2], [0.5, 0.6])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Chart("\u7532", "round", "accuracy", [series]).image({series.name: "#123456"})

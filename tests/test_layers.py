@@ -49,7 +49,7 @@ ONLY_IN = {
     "llvmlite": {"kernels.dense_loops", "kernels.pool_loops", "kernels.windows"},
     "opacus": {"privacy.accounting.events", "models"},
     "dp_accounting": {"privacy.accounting.losses"},
-    "pandas": {"data.columns", "data.frames", "data.look"},
+    "pandas": {"data.columns", "data.frames", "data.look", "data.own_files"},
     "PIL": {"data.pixels"},
     "cryptography": {"privacy.noise", "sites.receipt"},
     "pooch": {"data.sources", "runtime.files"},

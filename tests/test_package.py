@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,17 @@ def test_every_public_name_is_there():
     assert {name: home for home, name in homes} == dpfl_lightning._HOME, "type checkers see the same names"
     with pytest.raises(AttributeError, match="no attribute 'Nope'"):
         dpfl_lightning.Nope  # noqa: B018
+
+
+def test_the_page_says_what_each_package_is_for():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [
+        one for name, some in project["optional-dependencies"].items() if name not in ("docs", "test") for one in some
+    ]
+    needed = {re.match(r"[\w-]+", one)[0].lower() for one in (*project["dependencies"], *extras)} - {"dpfl_lightning"}
+    table = (ROOT / "docs/architecture.md").read_text().partition("## Packages")[2].partition("## Imports")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| `")]
+    assert {name for row in rows for name in re.findall(r"`([\w-]+)`", row.split("|")[1])} == needed
 
 
 def test_the_commands_are_listed_with_the_version(capsys):

@@ -16,9 +16,10 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.evaluation import Score
 from dpfl_lightning.federated.server import history
 from dpfl_lightning.federated.server.run import Run
+from dpfl_lightning.federated.server.scores import seed_rows, stated
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
 from dpfl_lightning.privacy.accounting.noise_source import FRESH, KEYED
-from dpfl_lightning.reporting import curves
+from dpfl_lightning.reporting import curves, description
 from dpfl_lightning.reporting.run_files import RunGroup, read
 
 EVIL = "<script>alert(1)</script>"
@@ -40,9 +41,8 @@ def a_folder(folder, rounds=4, finished=True, names=(), **changed):
     callback.on_fit_start(view)
     for round in range(1, rounds + 1):
         callback.on_round_end(view, a_report(view, round, **reports))
-    fair = {"accuracy_mean": 0.5, "accuracy_std": 0.1, "accuracy_worst": 0.4, "accuracy_gap": 0.2}
     if finished:
-        (folder / "result.json").write_text(json.dumps(a_result(view, **{**fair, **changed}).as_dict()))
+        (folder / "result.json").write_text(json.dumps(a_result(view, **changed).as_dict()))
     return folder
 
 
@@ -137,7 +137,8 @@ def test_runs_without_a_guarantee_and_unfinished_runs_are_marked(tmp_path):
     unfinished = a_folder(tmp_path / "unfinished", rounds=2, finished=False)
     text = words(report([simulated, bare, unfinished]))
     assert "simulated simulated: nobody is protected" in text and "bare no privacy" in text
-    assert "unfinished unfinished unfinished after 2 of 4 rounds at least" in text
+    gone = "Stopped after round 2 of 4: its process is gone"
+    assert f"unfinished unfinished {gone} at least" in text and f"{gone}. No guarantee is stated yet" in text
 
 
 def test_names_are_text_and_nothing_is_loaded_from_elsewhere(tmp_path):
@@ -231,8 +232,7 @@ def test_regressions_are_shown_by_their_first_metric_and_without_a_test_set_as_m
         {**client, "accuracy": None, "loss": loss, "metrics": {"mae": 2 * loss}}
         for client, loss in zip(a_result(a_view(tmp_path)).clients, (0.1, 0.2, 0.6), strict=True)
     ]
-    of_accuracy = dict.fromkeys(("accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_gap"))
-    changed = {**scores, **of_accuracy, "test_set": False, "clients": clients, "metrics_mean": {"mae": 0.6}}
+    changed = {**scores, "test_set": False, "clients": clients, "metrics_mean": {"mae": 0.6}}
     reports = {
         "client_accuracy": (None,) * 3,
         "client_scores": [Score(None, one["loss"], one["metrics"]) for one in clients],
@@ -245,3 +245,35 @@ def test_regressions_are_shown_by_their_first_metric_and_without_a_test_set_as_m
     fair = {"run": "held_out", "score": "mae", "mean": "0.6", "std over clients": "0.432", "worst": "1.2", "gap": "1"}
     assert table(page, "Fairness")["held_out"] == fair
     assert next(iter(charts(page))) == "Mae on held-out records over round"
+
+
+def test_seeds_have_one_headline_of_which_each_says_how_many_define_it(tmp_path):
+    for seed, auroc in enumerate((0.7, None, 0.9)):
+        clients = [
+            {**client, "metrics": {"auroc": auroc and auroc - 0.1 * client["client"]}}
+            for client in a_result(a_view(tmp_path)).clients
+        ]
+        changed = {"test_metrics": {"auroc": auroc}, "clients": clients, "options": {"seed": seed}}
+        a_folder(tmp_path / "seeds" / f"seed_{seed}", **changed)
+    page = report([tmp_path / "seeds"])
+    results = table(page, "Results")["seeds"]
+    assert results["test auroc"] == "0.8 \N{PLUS-MINUS SIGN} 0.1414 (2 of 3 seeds)"
+    assert results["worst client"] == "auroc 0.6 \N{PLUS-MINUS SIGN} 0.1414 (2 of 3 seeds)", "no mean with accuracies"
+    assert table(page, "Fairness")["seeds"]["worst"] == results["worst client"].removeprefix("auroc ")
+
+
+def test_every_epsilon_of_a_simulation_carries_its_badge(tmp_path):
+    said = RunGuarantee(**SEEDS, caveats=KEYED.caveats)
+    folder = a_folder(tmp_path / "run", source=KEYED, guarantee=said)
+    assert "4 at delta 0.001 per record (simulated: nobody is protected)" in words(report([folder]))
+    seeds = tmp_path / "seeds"
+    for seed in (1, 2):
+        a_folder(seeds / f"seed_{seed}", source=KEYED, guarantee=said, options={"seed": seed})
+    (seeds / "result.json").write_text(json.dumps({"format": 1, "seeds": [1, 2], "guarantee": said.as_dict()}))
+    cells = table(report([seeds]), "Results")["seeds"]
+    assert cells["largest epsilon"].endswith("(simulated: nobody is protected)")
+    results = [vars(run.result) for run in read(seeds).runs]
+    assert all("nobody is protected" in row["largest epsilon"] for row in seed_rows([1, 2], results, stated(said)))
+    assert "(simulated: nobody is protected)" in description.seeds_markdown([1, 2], results, said)
+    assert description.claim(said)["epsilon"] == "4 (simulated: nobody is protected)"
+    assert "simulated eps 1-3" in Run.read(folder).about["name"]

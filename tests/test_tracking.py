@@ -135,7 +135,7 @@ def test_a_finished_run_has_its_options_curves_files_and_figures(new_tracking, o
     options |= {"clients": {"count": None, "optimizer": {"name": "sgd"}}, "data": {"name": None, "class_path": None}}
     view = a_view(folder, options=options)
     metrics = {"weight": [0.7, 0.2, 0.1], "estimated_noise_std": [0.011, 0.02, None]}
-    fair = {"accuracy_mean": 0.501, "accuracy_std": 0.001 * math.sqrt(2 / 3), "accuracy_worst": 0.5}
+    fair = {"headline": "accuracy", "headline_mean": 0.501, "headline_worst": 0.5}
     tags = {"row": "weiavg", "seed": 0, "guarantee": "forged", "unit": "forged", "output_dir": "forged"}
     play(new_tracking(tags=tags), view, range(1, 11), a_result(view, metrics=metrics, **fair))
     run = only_run()
@@ -278,7 +278,9 @@ def test_groups_of_a_simulation_have_curves_and_pictures(new_tracking, only_run,
     result = a_result(
         view,
         clients=tuple({**row, "true_group": groups[row["client"]]} for row in a_result(view).clients),
-        accuracy_gap=0.002,
+        headline="accuracy",
+        headline_worst=0.5,
+        headline_gap=0.002,
         accuracy_of_groups={"majority": 0.5015, "minority": 0.5, "0": 0.5, "1": 0.5015},
         metrics={"clustering_accuracy": 1.0, "weight": [1.0, 1.0, 1.0]},
         client_embedding=embedding,
@@ -511,7 +513,7 @@ def test_an_unfinished_run_is_resumed_in_the_same_mlflow_run(new_tracking, only_
     stopped = a_result(view, finished=False, rounds=2, reason=reason, interrupted=status == "KILLED")
     play(first, view, (1, 2, 3), stopped)
     run = only_run()
-    assert run.info.status == status and run.tags["status"] == reason
+    assert run.info.status == status and run.tags["status"] == f"Stopped after round 3 of 10: {reason}"
     assert run.files() == LEDGER and "train_wall_seconds" not in run.metrics and not run.models
 
     resumed = a_view(folder, first_round=3)  # the checkpoint was older than the last tracked round

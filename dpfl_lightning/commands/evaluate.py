@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("\n".join([in_words(report) or "There is nothing to evaluate.", *remarks([report])]))
     if scores := score_columns([[row] for row in report["clients"]]):
         print("Held-out records of each client:")
-        print_table({"client": Column([row["name"] for row in report["clients"]]), **scores})
+        print_table([Column("client", [row["name"] for row in report["clients"]]), *scores])
     return 0
 
 

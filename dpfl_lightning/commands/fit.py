@@ -187,11 +187,10 @@ def fit_seeds(options: Options, seeds: Sequence[int], detail: Detail = "short") 
     guarantee = composed_over_seeds(results)
     rows, limits = seed_rows(seeds, results, stated(guarantee)), remarks(results)
     if tracking is not None and parent_run is not None:
-        means = ", ".join(f"{name} {cell}" for name, cell in rows[-1].items() if name != "seed")
-        over = f"Mean and standard deviation over seeds {', '.join(map(str, seeds))}."
-        words = [f"**{means}**", over, *limits, f"**Guarantee.** {guarantee}"]
+        from dpfl_lightning.reporting.description import seeds_markdown
+
         folders = [Path(result["output_dir"]) for result in results]
-        tracking.end(parent_run, folders, "\n\n".join(words), guarantee)
+        tracking.end(parent_run, folders, seeds_markdown(seeds, results, guarantee), guarantee)
     summary = summarise(seeds, results, guarantee)
     write_text(parent / "result.json", json.dumps(summary, indent=2) + "\n")
     print_rows(rows)
@@ -228,8 +227,11 @@ def _seeds_tracking(options: Options, parent: Path) -> tuple[SeedsTracking | Non
 
 def _nested(options: Options, seed: int, parent: Path, parent_run: str | None) -> Options:
     """Return the options of one seed, whose MLflow run is nested in `parent_run`."""
+    from dpfl_lightning.privacy.accounting.noise_source import source_of
+
     options = dataclasses.replace(options, seed=seed, output_dir=str(parent / f"seed_{seed}"))
-    return named(options, f"seed {seed}", {"mlflow.parentRunId": parent_run})
+    name = " ".join(filter(None, [source_of(options.privacy).label, f"seed {seed}"]))
+    return named(options, name, {"mlflow.parentRunId": parent_run})
 
 
 def summarise(seeds: Sequence[int], results: Sequence[Mapping[str, Any]], guarantee: RunGuarantee) -> dict[str, Any]:
@@ -238,13 +240,17 @@ def summarise(seeds: Sequence[int], results: Sequence[Mapping[str, Any]], guaran
     from dpfl_lightning.federated.server.results import FORMAT
     from dpfl_lightning.federated.server.scores import scores_of
 
-    known = known_values([scores_of(result, "test_") for result in results])
+    rows = [scores_of(result, "test_") for result in results]
     return {
         "format": FORMAT,
         "seeds": list(seeds),
         "scores": {
-            name: {"mean": fmean(values), "std": stdev(values) if len(values) > 1 else 0.0, "of_seeds": values}
-            for name, values in known.items()
+            name: {
+                "mean": fmean(values),
+                "std": stdev(values) if len(values) > 1 else 0.0,
+                "of_seeds": [row.get(name) for row in rows],
+            }
+            for name, values in known_values(rows).items()
             if values
         },
         "runs": [result["output_dir"] for result in results],

@@ -64,7 +64,8 @@ class DataOptions(Section, section="data"):
     """A public data set and how its records are distributed to simulated clients, or your own clients (class_path).
 
     Args:
-        name: data set; digits and diabetes (a regression) need no download. null with class_path.
+        name: data set; digits and diabetes (a regression) need no download; femnist (JSON of LEAF) and lending_club
+            (CSV of loans) are read from data.folder, as your own records. null with class_path.
         folder: folder with the files of the data set; null uses the system's package or the cache. Files without the
             published digests are records of your own, see privacy.account.
         download: download missing files and verify their checksum.
@@ -213,11 +214,15 @@ class EngineOptions(Section, section="engine"):
         workers: number of clients trained at the same time (engine fast); null uses one per core, or one on a
             GPU. With several ranks (torchrun, srun) it is the number on each rank, and null divides the cores of the
             host among its ranks.
+        trainer: arguments of the lightning.Trainer of each client and round (engine trainer): callbacks, [package.Class
+            or {class_path, init_args}]; a logger {class_path, init_args}; profiler; enable_progress_bar;
+            enable_model_summary; log_every_n_steps; default_root_dir. Others are refused with the reason.
     """
 
     name: str = "fast"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     workers: Annotated[int, Interval(ge=1, le=MOST_ROWS)] | None = None
+    trainer: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -260,11 +265,15 @@ class EvaluationOptions(Section, section="evaluation"):
             default only times of the whole run are reported, rounded up to a power of two seconds, because a time can
             depend on records. Simulations and runs without privacy always report exact times. A resumed run cannot
             change it.
+        fairness: compare clients with models of the pooled records of their true group, without noise: {name:
+            central_models, epochs: 20} has the gaps F_acc and F_loss. Needs data.groups, and privacy.noise_key or no
+            privacy, because it sees all records. null compares nothing. A resumed run cannot change it.
     """
 
     every: Count = 1
     metrics: tuple[str | dict, ...] = ()
     exact_times: bool = False
+    fairness: Named | None = None
 
 
 @dataclass(frozen=True)

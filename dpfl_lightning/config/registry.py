@@ -43,10 +43,11 @@ REGISTRIES = {
     "data.partition": Registry("data.partition", "PARTITIONS", 3),
     "data.groups": Registry("data.groups", "GROUPS", 3),
     "data.label_noise": Registry("data.groups", "UNITS", 2),
+    "evaluation.fairness": Registry("federated.client.fairness", "FAIRNESS", 0, "classes"),
 }
 #: other keys that accept names -> module and attribute of the mappings whose keys are the names
 NAMES = {
-    "data.name": [("data.sources", "SOURCES"), ("data.datasets", "BUILT_IN")],
+    "data.name": [("data.sources", "SOURCES"), ("data.datasets", "BUILT_IN"), ("data.own_files", "READERS")],
     "engine.name": [("build", "ENGINES")],
     "task": [("models.tasks", "TASKS")],
     "evaluation.metrics": [("federated.client.metrics", "METRICS")],

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.data.formats import Raw, check_labels
+from dpfl_lightning.data.own_files import READERS
 from dpfl_lightning.data.sources import SOURCES, find
 from dpfl_lightning.errors import require, require_one_of, warn_user
 
@@ -57,7 +58,7 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
     its records when it was published. Raises UserError if a file is missing (`DataMissing`), truncated or corrupt.
 
     Args:
-        name: a name in `SOURCES` or `BUILT_IN`; the latter need no files.
+        name: a name in `SOURCES`, `BUILT_IN`, which need no files, or `READERS`, whose records count as your own.
         folder: folder of the files, or its parent if the folder is called `name`. None: the system's package, or the
             cache. Files without the published digests count as your own records, with a warning.
         download: whether to download missing files; False never opens a connection.
@@ -69,9 +70,13 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
     >>> tuple(digits.x.shape), tuple(digits.test_x.shape), digits.num_classes
     ((1438, 1, 8, 8), (359, 1, 8, 8), 10)
     """
-    require_one_of((*SOURCES, *BUILT_IN), "data.name", name)
+    require_one_of((*SOURCES, *BUILT_IN, *READERS), "data.name", name)
     if name in BUILT_IN:
         return BUILT_IN[name]()
+    if name in READERS:
+        must, advice = f"be the folder with your files of {name}", "There are no published ones to download."
+        require(folder is not None, "data.folder", must, None, advice)
+        return Dataset(name, *READERS[name](Path(str(folder))))
     source = SOURCES[name]
     place = find(name, source, None if folder is None else Path(folder), download)
     raw = source.layout.read(place)

@@ -255,9 +255,9 @@ def check_range(where: str, y: Tensor, num_classes: int) -> None:
     most = max(num_classes, 2) if several else num_classes
     y = y.where(y != IGNORED, 0) if several else y
     label_range = int(y.min()), int(y.max())
-    must = f"hold classes from 0 to {most - 1}{f' or {IGNORED} (a pixel or token to ignore)' * several}"
-    advice = "" if several else "If they are names of classes, name these in their order, as in classes: [1, 2, 3]."
-    advice = "For task survival num_classes is the number of intervals." if y.shape[1:] == (2,) else advice
+    must = f"hold classes from 0 to {most - 1}{f', or {IGNORED} where a task ignores a label' * several}"
+    advice = "If they are names of classes, name these in their order, as in classes: [1, 2, 3]."
+    advice = "num_classes says how many values a label has, such as classes or intervals." if several else advice
     require(label_range[0] >= 0 and label_range[1] < most, where, must, label_range, advice)
 
 

@@ -47,6 +47,7 @@ class Model(nn.Module):
     task_advice: str = ""
     scores: Mapping[str, Measure] = {}
     further_scores: tuple[str, ...] = ()
+    undefined_scores: tuple[str, ...] = ()  # metrics without a value on random records
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Model(nn.Module):
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         personal: Sequence[str] = (),
         output: Callable[[Any], Tensor] | None = None,
-        task: str | Mapping[str, Any] | None = None,
+        task: str | Mapping[str, Any] | Task | type[Task] | None = None,
     ) -> None:
         super().__init__()
         self._differentiating = Differentiating()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -12,8 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dpfl_lightning.config.registry import call
+from dpfl_lightning.config.typed import options_of, valid
 from dpfl_lightning.errors import UserError, require, require_one_of
 
+PREDICTING_THE_MEAN = "predicting the mean"
 IGNORED = -100  # label of a pixel or token that counts neither in the loss nor in a metric
 
 Shape = tuple[int, ...]
@@ -100,12 +103,12 @@ class Measure:
     """Which values of a score are better, and what its baseline is.
 
     Args:
-        higher_is_better: whether the best value is the largest one.
+        higher_is_better: whether the best value is the largest one; None if it is neither the largest nor the smallest.
         target: the best value of a score that is right between others; None if it is an extreme one.
-        constant: the best constant prediction, in words; empty if the score has no baseline.
+        constant: the constant prediction of the baseline, in words; empty if the score has no baseline.
     """
 
-    higher_is_better: bool = True
+    higher_is_better: bool | None = True
     target: float | None = None
     constant: str = "best constant"
 
@@ -123,11 +126,16 @@ class Measure:
         """Return the worst value of a score."""
         return min(values, key=self.merit)
 
+    def gap(self, values: Iterable[float]) -> float:
+        """Return how far the worst value is from the best one; with a target, of the distances to it."""
+        merits = [self.merit(value) for value in values]
+        return max(merits) - min(merits)
 
-#: the scores beside metrics
+
+#: the scores beside metrics, which come before them
 MEASURES = {
+    "accuracy": Measure(),
     "loss": Measure(higher_is_better=False, constant=""),
-    "accuracy": Measure(constant="majority class"),
 }
 
 
@@ -161,9 +169,6 @@ class Task:
 
     Shapes are those of one record; `output` is `[B, ...]` and `y` is `[B, ...]`. Labels are integers unless `real`.
 
-    Args:
-        probabilities: whether outputs are probabilities of label 1, or of classes, and not logits.
-
     Attributes:
         expects: shapes of labels and outputs, in words.
         metrics: names of the default metrics.
@@ -174,6 +179,7 @@ class Task:
         zero_or_one: whether labels are 0 or 1, and may be floating if the task is named.
         inferred: whether shapes can tell the task; otherwise it is named, or known by the model.
         has_accuracy: whether a prediction is right or wrong.
+        constant: what `best_constant` is, in words.
         note: what a user reads if the model, and nobody else, says that this is the task.
     """
 
@@ -186,8 +192,15 @@ class Task:
     zero_or_one: ClassVar[bool] = False
     inferred: ClassVar[bool] = True
     has_accuracy: ClassVar[bool] = True
+    constant: ClassVar[str] = "best constant"
     note: ClassVar[str] = ""
-    probabilities: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Raise UserError unless the options have values that are allowed."""
+        given = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+        hints = options_of(type(self)) if given else {}
+        for name in given:
+            valid(f"task.{name}", getattr(self, name), hints[name])
 
     @property
     def name(self) -> str:
@@ -196,8 +209,7 @@ class Task:
 
     def __str__(self) -> str:
         """The name, with the options of a task that has some."""
-        options = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "probabilities"}
-        return " ".join([self.name, *(f"{name} {value}" for name, value in options.items())])
+        return " ".join([self.name, *(f"{one.name} {getattr(self, one.name)}" for one in fields(self))])
 
     def fits(self, output: Shape, y: Shape) -> bool:
         """Whether outputs and labels of these shapes fit each other."""
@@ -212,7 +224,7 @@ class Task:
         raise NotImplementedError
 
     def best_constant(self, y: Tensor, num_classes: int) -> Tensor:
-        """Return the output of one record that is best for all labels `y [n, ...]`, such as their mean."""
+        """Return the output of one record whose loss is smallest for all labels `y [n, ...]`, such as their mean."""
         raise NotImplementedError
 
     def aligned(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,10 +258,6 @@ class Task:
         """The task for a model that compares an output with the next label."""
         return None
 
-    def gives_each_class(self, output: Shape) -> bool:
-        """Whether an output of this shape has a number for each class, and not one for label 1 alone."""
-        return not self.zero_or_one
-
     def stated(self, shares: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return the probability that a prediction states `[B]`, and whether what it states is so `[B]`.
 
@@ -262,11 +270,12 @@ class Task:
         return 0
 
     def as_logits(self, output: Tensor) -> Tensor:
-        """Return outputs `[B, ...]` as logits: log-odds of probabilities, or logarithms if each class has one."""
-        if not self.probabilities:
-            return output
-        several = self.gives_each_class(tuple(output.shape[1:]))
-        return output.clamp(min=1e-30).log() if several else output.logit(eps=1e-7)
+        """Return outputs `[B, ...]` as metrics take them: of classes as logits."""
+        return output
+
+    def of_logits(self) -> Task:
+        """Return the task for a model whose outputs are no probabilities."""
+        return self
 
     def hits(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """Return how many predictions of each record are right, and how many count, `[B]` float64 each."""
@@ -274,9 +283,13 @@ class Task:
             nothing = output.new_zeros(len(y), dtype=torch.float64)
             return nothing, nothing
         output, y = self.aligned(output, y)
-        counted = y != IGNORED
+        counted = self.counts(y)
         right = self.right(self.as_logits(output), y) & counted
         return right.reshape(len(y), -1).sum(dim=1).double(), counted.reshape(len(y), -1).sum(dim=1).double()
+
+    def counts(self, y: Tensor) -> Tensor:
+        """Return whether each label of aligned ones counts, in the shape of `y`."""
+        return y != IGNORED if self.ignores else torch.ones_like(y, dtype=torch.bool)
 
     def check(self, y: Tensor) -> None:
         """Raise UserError unless labels `y [n, ...]` have the task's type, and only the values 0 and 1 if binary."""
@@ -292,13 +305,44 @@ class Task:
 
         `columns` are the names of the label's columns; empty without a table.
         """
-        yield from ()
+        if not self.ignores and not y.is_floating_point():
+            ignored = (y == IGNORED).reshape(len(y), y.shape[1:].numel()).any(dim=1)
+            yield ignored, f"have no label {IGNORED} with task {self.name}", "None is ignored: leave out the record."
 
 
-class OfClasses(Task):
-    """Labels are classes; losses are cross entropies of logits."""
+@dataclass(frozen=True)
+class Classification(Task):
+    """Labels are classes; outputs are logits.
+
+    Args:
+        probabilities: whether outputs are probabilities of label 1, or of classes, and not logits.
+    """
+
+    probabilities: bool = field(default=False, kw_only=True)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def gives_each_class(self, output: Shape) -> bool:
+        """Whether an output of this shape has a number for each class, and not one for label 1 alone."""
+        return not self.zero_or_one
+
+    def as_logits(self, output: Tensor) -> Tensor:
+        """Return outputs `[B, ...]` as logits: log-odds of probabilities, or logarithms if each class has one."""
+        if not self.probabilities:
+            return output
+        several = self.gives_each_class(tuple(output.shape[1:]))
+        return output.clamp(min=1e-30).log() if several else output.logit(eps=1e-7)
+
+    def of_logits(self) -> Task:
+        return replace(self, probabilities=False)
+
+
+class OfClasses(Classification):
+    """One class for each label; losses are cross entropies of logits."""
 
     kind = "multiclass"
+    constant = "class shares"
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         return _class_loss(output, y)
@@ -357,11 +401,12 @@ class Binary(OfClasses):
         return shares[:, 1], y == 1
 
 
-class Multilabel(Task):
+class Multilabel(Classification):
     """Several labels of 0 and 1, each by a logit of its own."""
 
     expects = "labels [B, labels] of 0 and 1 and outputs of the same shape"
     kind = "multilabel"
+    constant = "label shares"
     zero_or_one = True
 
     def fits(self, output: Shape, y: Shape) -> bool:
@@ -394,6 +439,7 @@ class Regression(Task):
 
     expects = "floating labels [B, ...] and as many outputs"
     metrics = ("mae", "r2")
+    constant = PREDICTING_THE_MEAN
     real = True
     has_accuracy = False
 
@@ -420,6 +466,7 @@ class QuantileRegression(Regression):
     """
 
     metrics = ("pinball", "coverage")
+    constant = "predicting the quantile"
     inferred = False
     quantile: Annotated[float, Interval(gt=0, lt=1)] = 0.5
 
@@ -427,7 +474,7 @@ class QuantileRegression(Regression):
         return _mean_of(pinball(output.reshape(y.shape), y, self.quantile))
 
     def best_constant(self, y: Tensor, num_classes: int) -> Tensor:
-        return y.double().quantile(self.quantile, dim=0, interpolation="lower")
+        return y.double().kthvalue(math.ceil(self.quantile * len(y)), dim=0).values
 
 
 class Segmentation(OfClasses):
@@ -455,11 +502,12 @@ class Segmentation(OfClasses):
         return class_logits(output, y).argmax(dim=1).flatten(), y.flatten()
 
 
-class LanguageModeling(Task):
+class LanguageModeling(Classification):
     """The token at each place."""
 
     expects = "integer labels [B, tokens] and outputs [B, tokens, vocabulary]"
     metrics = ("perplexity",)
+    constant = "token shares"
     ignores = True
 
     def fits(self, output: Shape, y: Shape) -> bool:
@@ -503,6 +551,7 @@ class Survival(Task):
 
     expects = "integer labels [B, 2], the interval and whether the event was in it, and outputs [B, intervals]"
     metrics = ("c_index",)
+    constant = "mean hazards"
     inferred = False
     has_accuracy = False
 
@@ -553,6 +602,10 @@ class Custom(Task):
     def check(self, y: Tensor) -> None:
         """Nothing: labels are what the user's loss takes."""
 
+    def wrong_labels(self, y: Tensor, num_classes: int, columns: Sequence[str]) -> Iterator[tuple[Tensor, str, str]]:
+        """None, as in `check`."""
+        yield from ()
+
 
 CUSTOM = Custom()
 #: name -> task with its default options
@@ -569,12 +622,18 @@ TASKS: dict[str, Task] = {
 }
 
 
-def build_task(named: str | Mapping[str, Any]) -> Task:
-    """Return a task by its name, or by `{"name": ..., **options}`. Raises UserError.
+def build_task(named: Any) -> Task:
+    """Return a task by its name, by `{"name": ..., **options}`, or as an object or a class. Raises UserError.
 
-    >>> build_task({"name": "quantile_regression", "quantile": 0.9}).quantile
-    0.9
+    >>> build_task({"name": "quantile_regression", "quantile": 0.9}) == build_task(QuantileRegression(quantile=0.9))
+    True
     """
+    if isinstance(named, Task):
+        return named
+    if isinstance(named, type) and issubclass(named, Task):
+        return named()
+    must = f"be a name ({', '.join(TASKS)}), a mapping with a name, or a Task or its class"
+    require(isinstance(named, str | Mapping), "task", must, named)
     options = {"name": named} if isinstance(named, str) else dict(named)
     name = options.pop("name", None)
     require_one_of(TASKS, "task", name)
@@ -618,7 +677,7 @@ def described(task: Task, output: Shape, y: Shape, named: bool) -> str:
     """Return the task in words for reports, with where it comes from."""
     if task is CUSTOM:
         return "custom (the loss of the module)"
-    probabilities = "; outputs are probabilities" * task.probabilities
+    probabilities = "; outputs are probabilities" * (task.of_logits() != task)
     if named:
         return f"{task} (named{probabilities})"
     kind = "floating" if task.real else "integer"

@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 from matplotlib.ticker import MaxNLocator
 
-from dpfl_lightning.reporting.figures import new_axes
+from dpfl_lightning.reporting.figures import missing_letters_allowed, new_axes
 
 _MOST_ROWS = 200  # of values below a chart
 _STYLE: dict[Any, Any] = {
@@ -54,7 +54,7 @@ class Chart:
 
         A legend names the series if charts of the page have several.
         """
-        with matplotlib.rc_context(_STYLE):
+        with matplotlib.rc_context(_STYLE), missing_letters_allowed():
             figure, axes = new_axes("", self.x, self.y)
             figure.set_size_inches(6.6, 3.7)
             for one in self.series:

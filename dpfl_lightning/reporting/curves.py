@@ -1,7 +1,7 @@
 """The curves of a run, from which MLflow, figures and reports are made."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
 from dpfl_lightning.federated.server.callback import Callback
@@ -9,7 +9,7 @@ from dpfl_lightning.federated.server.curves import completed
 from dpfl_lightning.federated.server.history import FILE, Round, Values, read
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.run import FILE as ABOUT
-from dpfl_lightning.federated.server.run import change_about, write_about
+from dpfl_lightning.federated.server.run import Run, change_about, write_about
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.reporting import description
 from dpfl_lightning.runtime.files import write_text
@@ -50,8 +50,8 @@ class Curves(Callback):
         if result.finished:
             path = view.run.output_dir / FILE
             write_text(path, "".join(map(Round.line, completed(read(path), result))))
-        status = "FINISHED" if result.finished else "KILLED" if result.interrupted else "FAILED"
-        ended = {"status": status, "reason": result.reason, "seconds": result.wall_seconds}
+        state = Run.ended(view, result).state.value
+        ended = {"state": state, "reason": result.reason, "seconds": result.wall_seconds}
         change_about(view.run.output_dir, ended=ended)
 
 
@@ -86,28 +86,13 @@ def _charts(clients: Sequence[str]) -> list[str]:
     )
 
 
-def score_curves(names: Iterable[str]) -> dict[str, str]:
-    """Return score -> its curve: on the test set, else the mean over held-out records.
+def with_headline(values: Values, scores: Mapping[str, str]) -> dict[str, float | None]:
+    """Add the first of the curves of `scores` again, as `headline/...`, of which trackers make the first chart.
 
-    The first one stands for the run: a metric, if any was asked for, and else the accuracy.
-
-    >>> score_curves(["test_loss", "test_accuracy", "test_auroc", "val_accuracy_mean"])
-    {'auroc': 'test_auroc', 'accuracy': 'test_accuracy', 'loss': 'test_loss'}
-    """
-    listed = list(dict.fromkeys(names))
-    test = {name.removeprefix("test_"): name for name in listed if name.startswith("test_")}
-    means = (name for name in listed if name.startswith("val_") and name.endswith("_mean"))
-    found = test or {name.removeprefix("val_").removesuffix("_mean"): name for name in means}
-    return {score: found[score] for score in sorted(found, key=lambda one: ("loss" in one, "accuracy" in one))}
-
-
-def with_headline(values: Values, names: Iterable[str]) -> dict[str, float | None]:
-    """Add the first score of a run with these curves again, as `headline/...`, of which trackers make the first chart.
-
-    >>> with_headline({"test_accuracy": 0.5}, ["test_accuracy"])
+    >>> with_headline({"test_accuracy": 0.5}, {"accuracy": "test_accuracy"})
     {'test_accuracy': 0.5, 'headline/test_accuracy': 0.5}
     """
-    first = list(score_curves(names).values())[:1]
+    first = list(scores.values())[:1]
     return {**values, **{f"{HEADLINE}/{name}": values.get(name) for name in first}}
 
 

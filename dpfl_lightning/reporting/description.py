@@ -16,10 +16,21 @@ from dpfl_lightning.config.options import changed_options
 from dpfl_lightning.config.public import published, published_command, published_data
 from dpfl_lightning.errors import shortened
 from dpfl_lightning.federated.messages.facts import Facts
-from dpfl_lightning.federated.server.results import RunInfo, RunResult
-from dpfl_lightning.federated.server.scores import bound, in_words, remarks, stated
+from dpfl_lightning.federated.server.results import RunInfo
+from dpfl_lightning.federated.server.run import ClientScore, Run
+from dpfl_lightning.federated.server.scores import (
+    badged,
+    bound,
+    formatted,
+    in_words,
+    listed,
+    remarks,
+    score_cells,
+    stated,
+)
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, RunGuarantee
+from dpfl_lightning.privacy.accounting.noise_source import FRESH, NoiseSource
 from dpfl_lightning.runtime.text import at_most, counted, flattened, span
 
 #: parameters of every run; others are shown where they differ from their defaults
@@ -49,7 +60,7 @@ def about(view: View) -> dict[str, Any]:
         "num_params": run.num_params,
     }
     return {
-        "name": run_name(run.strategies, budgets, options),
+        "name": run_name(run.strategies, budgets, options, run.source),
         "params": params(options, more),
         "tags": {**_place(view), **run.assumptions, **program()},
         "datasets": {context: dataset(view.facts, run, context) for context in _contexts(view.facts)},
@@ -74,9 +85,11 @@ def _place(view: View) -> dict[str, str]:
     return {"engine": run.engine, "device": run.device, "dpfl_lightning": dpfl_lightning.__version__, "task": run.task}
 
 
-def run_name(strategies: Iterable[str], budgets: Sequence[float], options: Mapping[str, Any]) -> str:
+def run_name(
+    strategies: Iterable[str], budgets: Sequence[float], options: Mapping[str, Any], source: NoiseSource = FRESH
+) -> str:
     """Name a run by its strategies, without the default rule, by the budgets of its clients (none: no privacy),
-    and by the optimiser and the model of its `options` if they were changed.
+    by where its noise comes from, and by the optimiser and the model of its `options` if they were changed.
 
     >>> run_name(["size_weighted", "noise_aware"], [0.9, 2.9], {"model": {"class_path": "nets.Net2"}})
     'noise_aware eps 0.9-2.9 Net2'
@@ -85,7 +98,7 @@ def run_name(strategies: Iterable[str], budgets: Sequence[float], options: Mappi
     kinds = [changed.get("clients.optimizer.name"), changed.get("model.class_path", changed.get("model.name"))]
     epsilon = f"{'eps ' if budgets else ''}{epsilon_span(budgets).replace(' to ', '-')}"
     known = [kind.rpartition(".")[2] for kind in kinds if kind not in (None, "null")]
-    return " ".join([_joined(strategies), epsilon, *known])
+    return " ".join([_joined(strategies), *filter(None, [source.label]), epsilon, *known])
 
 
 def epsilon_span(budgets: Sequence[float]) -> str:
@@ -168,7 +181,7 @@ def claim(guarantee: Guarantee) -> dict[str, str]:
     whose = "of the client with the largest epsilon: " * several
     return {
         "guarantee": guarantee.words(),
-        "epsilon": at_most(guarantee.epsilon),
+        "epsilon": badged(at_most(guarantee.epsilon), guarantee.source),
         **({} if math.isinf(guarantee.epsilon) else {"delta": at_most(guarantee.delta)}),
         "unit": guarantee.unit,
         "covered": whose + ("; ".join(guarantee.covers) or "nothing"),
@@ -177,22 +190,45 @@ def claim(guarantee: Guarantee) -> dict[str, str]:
     }
 
 
-def markdown(notes: Sequence[str], reason: str = "", result: RunResult | None = None) -> str:
-    """Return Markdown for the top of the run's page: the plan, and after the run how it ended and its results."""
+def markdown(run: Run) -> str:
+    """Return Markdown for the top of the run's page: how it stands, its results, and the plan."""
+    result, notes = run.result, run.info.strategy_notes
     plan = [f"**Plan.** {' '.join(notes)}"] if notes else []
-    ended = f"**Ended:** {reason}." if reason else "**Running.**"
     if result is None:
-        return "\n\n".join([ended, *plan])
-    words = in_words(vars(result))
-    said, count = claim(result.guarantee), counted(len(result.clients), "client")
-    largest = f"**{result.guarantee.source.heading}Epsilon {stated(result.guarantee)}**, the largest of {count}."
-    if math.isinf(result.guarantee.epsilon):
-        largest = f"**{result.guarantee.words()}**"
-    scores = [*([f"**{words}**"] if words else []), largest]
-    if result.accuracy_worst is not None and result.accuracy_mean is not None:
-        over = f"Over {count}: mean accuracy {result.accuracy_mean:.2%}"
-        scores.append(f"{over}, worst {result.accuracy_worst:.2%}.")
+        return "\n\n".join([f"**{run.ending}.**", *plan])
+    words, count = in_words(vars(result)), counted(len(result.clients), "client")
+    worst = [] if run.worst_client is None else [_of_clients(run.worst_client, result.headline_mean, count)]
+    fair = [f"{listed(result.fairness)}."] if result.fairness else []
+    scores = [*([f"**{words}**"] if words else []), _largest(result.guarantee, count), *worst, *fair]
     scores += remarks([vars(result)])
-    guarantee = f"**Guarantee.** {said['guarantee']} Details: see the artifact `guarantee.html`."
-    guarantee += f"\n\n- Covered: {said['covered']}\n- Not covered: {said['not_covered']}"
-    return "\n\n".join([*scores, guarantee, ended, *plan])
+    guarantee = f"{_guarantee(result.guarantee)} Details: see the artifact `guarantee.html`."
+    return "\n\n".join([*scores, f"{guarantee}\n\n{_covered(result.guarantee)}", f"**Ended:** {run.ending}.", *plan])
+
+
+def seeds_markdown(seeds: Sequence[int], results: Sequence[Mapping[str, Any]], guarantee: RunGuarantee) -> str:
+    """Return Markdown for the top of the page of runs for several seeds, whose `guarantee` is that of all together."""
+    means = ", ".join(f"{name} {cell}" for name, cell in score_cells(results).items())
+    over = f"Mean and standard deviation over seeds {', '.join(map(str, seeds))}."
+    largest = _largest(guarantee, counted(guarantee.clients, "client"))
+    scores = [*([f"**{means}**"] if means else []), over, largest, *remarks(results)]
+    return "\n\n".join([*scores, _guarantee(guarantee), _covered(guarantee)])
+
+
+def _largest(guarantee: RunGuarantee, count: str) -> str:
+    if math.isinf(guarantee.epsilon):
+        return f"**{guarantee.words()}**"
+    return f"**Epsilon {stated(guarantee)}**, the largest of {count}."
+
+
+def _of_clients(worst: ClientScore, mean: float | None, count: str) -> str:
+    name, score, value = worst
+    return f"Over {count}: mean {score} {formatted(score, mean)}, worst {formatted(score, value)} ({name})."
+
+
+def _guarantee(guarantee: RunGuarantee) -> str:
+    return f"**Guarantee.** {guarantee.words()}"
+
+
+def _covered(guarantee: RunGuarantee) -> str:
+    said = claim(guarantee)
+    return f"- Covered: {said['covered']}\n- Not covered: {said['not_covered']}"

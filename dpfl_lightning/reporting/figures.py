@@ -2,7 +2,9 @@
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from statistics import fmean, median
 from typing import Any
 
@@ -264,6 +266,14 @@ def new_axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
     axes = figure.add_subplot(title=title, xlabel=x, ylabel=y)
     quiet(axes)
     return figure, axes
+
+
+@contextmanager
+def missing_letters_allowed() -> Iterator[None]:
+    """Draw letters that no font has, as in names of clients, as boxes, without a warning for each of them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph .* missing from", UserWarning)
+        yield
 
 
 def quiet(axes: Any) -> None:

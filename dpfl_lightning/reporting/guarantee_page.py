@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader
 
@@ -48,6 +48,7 @@ def guarantee_page(run: Run) -> str:
     columns, kind = _columns(result, guarantees), unit_named(weakest.unit)
     rows, several = rows_of(columns), len(guarantees) > 1
     place = run.folder
+    noisy = sum(bool(row["noise_multiplier"]) for row in result.clients)
     folder, finite = shlex.quote(place.name if place.is_absolute() else str(place)), math.isfinite(weakest.epsilon)
     versions = [f"dpfl_lightning {dpfl_lightning.__version__}", f"Python {platform.python_version()}"]
     return _TEMPLATES.get_template("guarantee_page.html").render(
@@ -59,6 +60,7 @@ def guarantee_page(run: Run) -> str:
         weakest=weakest,
         bare=weakest.words(),
         statement=without_exponents(weakest.words()),
+        released=_Released.by(noisy, len(order), weakest.unit, result.at_sites),
         group=anybody_words([row["num_records"] for row in result.clients], guarantees) if finite else "",
         unit=weakest.unit,
         odds=Odds.of(weakest.epsilon, weakest.delta) if finite else None,
@@ -84,23 +86,57 @@ def guarantee_page(run: Run) -> str:
     )
 
 
-def _columns(result: RunResult, guarantees: Sequence[Guarantee]) -> dict[str, Column]:
+class _Released(NamedTuple):
+    """What the page says of releases, by how many clients add noise to theirs: all of them, none, or some.
+
+    Args:
+        sums: completes "sums over its records".
+        release: what a server gets of a client.
+        hidden: what it does not see.
+        others_hidden: what readers of pages do not see.
+    """
+
+    sums: str
+    release: str
+    hidden: str
+    others_hidden: str
+
+    @classmethod
+    def by(cls, noisy: int, clients: int, unit: str, at_sites: bool) -> "_Released":
+        """Describe the releases of `clients`, of whom so many are `noisy`."""
+        bounded = f"in which each {unit} has a bounded part, with random noise"
+        kept = f"records, noise, {'exact scores of sites, ' * at_sites}anything before noise was added"
+        exact = "nothing that exact releases show: records can be reconstructed from them"
+        if not noisy:
+            return cls(", without noise", "release, without noise,", exact, "single updates")
+        if noisy == clients:
+            return cls(f", {bounded}", "noisy release", kept, "records, noise, and single updates")
+        of_some, others = f"of {noisy:,} of the {clients:,} clients", "of the others"
+        return cls(
+            f": {of_some} sums {bounded}, and {others} sums without noise",
+            f"release (noisy {of_some}, and without noise {others})",
+            f"{of_some} {kept}; {others} {exact}",
+            f"single updates; {of_some} also records and noise",
+        )
+
+
+def _columns(result: RunResult, guarantees: Sequence[Guarantee]) -> list[Column]:
     """Return the columns of the table of clients."""
     odds = [Odds.of(one.epsilon, one.delta) if math.isfinite(one.epsilon) else None for one in guarantees]
     clients, spent = result.clients, [one.epsilon for one in guarantees]
     shares = [_share(one.epsilon, row["epsilon_budget"]) for one, row in zip(guarantees, clients, strict=True)]
-    return {
-        "client": Column([str(row["name"]) for row in clients]),
-        f"{guarantees[0].unit}s trained on": Column([row["num_records"] for row in clients], "{:,}".format),
-        "times as likely, at most": Column([None if one is None else one.factor for one in odds]),
-        "right guesses, at most": Column([None if one is None else one.guesses for one in odds]),
-        "exception": Column([None if one is None else one.exception for one in odds]),
-        "epsilon": Column(spent, bound),
-        "share of budget": Column([None if share is None else f"{share:.1%}" for share in shares]),
-        "budget": Column([number(row["epsilon_budget"]) for row in clients], bound),
-        "releases": Column([row["releases"] for row in clients], "{:,}".format),
-        "noise multiplier": Column([row["noise_multiplier"] for row in clients], "{:.5g}".format),
-    }
+    return [
+        Column("client", [str(row["name"]) for row in clients]),
+        Column(f"{guarantees[0].unit}s trained on", [row["num_records"] for row in clients], "{:,}".format),
+        Column("times as likely, at most", [None if one is None else one.factor for one in odds]),
+        Column("right guesses, at most", [None if one is None else one.guesses for one in odds]),
+        Column("exception", [None if one is None else one.exception for one in odds]),
+        Column("epsilon", spent, bound),
+        Column("share of budget", [None if share is None else f"{share:.1%}" for share in shares]),
+        Column("budget", [number(row["epsilon_budget"]) for row in clients], bound),
+        Column("releases", [row["releases"] for row in clients], "{:,}".format),
+        Column("noise multiplier", [row["noise_multiplier"] for row in clients], "{:.5g}".format),
+    ]
 
 
 def _together(result: RunResult, guarantees: Sequence[Guarantee], order: Sequence[int]) -> list[dict[str, str]]:

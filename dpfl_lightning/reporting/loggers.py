@@ -7,6 +7,7 @@ from lightning.pytorch.loggers import Logger
 from dpfl_lightning.errors import UserError, warn_user
 from dpfl_lightning.federated.server import history
 from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.curves import score_curves
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.run import read_about
 from dpfl_lightning.federated.server.view import View
@@ -36,20 +37,20 @@ class Loggers(Callback):
             except Exception as error:  # a logger may start a server, or open a file
                 kind, got = type(logger).__name__, f"{type(error).__name__}: {error}"
                 raise UserError(f"`tracking.loggers` must work, got from {kind}: {got}. Mend or remove it.") from error
-        self._log(history.read(view.run.output_dir / history.FILE))
+        self._log(view, history.read(view.run.output_dir / history.FILE))
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
-        self._log([report.curves])
+        self._log(view, [report.curves])
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         if result.finished:  # the last round now has the result and the guaranteed epsilon
-            self._log(history.read(view.run.output_dir / history.FILE)[-1:])
+            self._log(view, history.read(view.run.output_dir / history.FILE)[-1:])
         self._each("finalize", "success" if result.finished else "failed")
 
-    def _log(self, rounds: Sequence[history.Round]) -> None:
+    def _log(self, view: View, rounds: Sequence[history.Round]) -> None:
         for one in rounds:
             values = curves.with_clients(one, "" if self._per_client else curves.RELEASED)
-            values = curves.with_headline(values, one.values)
+            values = curves.with_headline(values, score_curves(one.values, view.run.measures))
             known = {name: (one.round, value) for name, value in values.items() if value is not None}
             new = {name: value for name, (_, value) in known.items() if self._logged.get(name) != known[name]}
             if new:

@@ -53,9 +53,15 @@ class Odds(NamedTuple):
 
 
 def anybody_words(counts: Sequence[int], guarantees: Sequence[Guarantee]) -> str:
-    """Return how likely the exception hits anybody of all units of clients, of whom each has so many."""
-    chance = one_in(sum(count * one.delta for count, one in zip(counts, guarantees, strict=True)))
-    return f" It hits anybody of all {sum(counts):,} {guarantees[0].unit}s with probability {chance} at most."
+    """Return how likely the exception hits anybody of all units of clients, of whom each has so many.
+
+    A sum of probabilities of 1 and more bounds nothing.
+    """
+    chance = sum(count * one.delta for count, one in zip(counts, guarantees, strict=True))
+    everybody = f"anybody of all {sum(counts):,} {guarantees[0].unit}s"
+    if chance >= 1:
+        return f" That it hits {everybody} is not excluded: expect up to {math.ceil(chance - 1e-6):,} of them."
+    return f" It hits {everybody} with probability {one_in(chance)} at most."
 
 
 def one_in(probability: float) -> str:

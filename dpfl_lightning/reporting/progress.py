@@ -66,7 +66,7 @@ class Progress(Callback):
         done, left = report.round - self._first + 1, info.rounds - report.round
         estimate = info.estimated_seconds / (info.rounds - self._first + 1)  # seconds of a round, from random data
         seconds_left = left * ((time.monotonic() - self._begun) / done if info.exact_times else estimate)
-        score = terminal.score_words(last)
+        score = terminal.score_words(run, last)
         if self._bar is not None:
             self._score = score or self._score  # in a round without evaluation, the last score stays
             speed = terminal.speed_words(run, last).replace("records", "rec")

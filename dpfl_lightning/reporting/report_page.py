@@ -10,15 +10,17 @@ from typing import Any
 from jinja2 import Environment, PackageLoader
 
 from dpfl_lightning.config.public import published
+from dpfl_lightning.federated.messages.evaluation import known_values
 from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.federated.server.scores import (
     Rows,
     aligned,
+    badged,
     bound,
     client_columns,
+    client_scores,
     formatted,
     in_words,
-    main_scores,
     measure_of,
     remarks,
     rows_of,
@@ -31,8 +33,8 @@ from dpfl_lightning.federated.server.scores import (
 )
 from dpfl_lightning.reporting.charts import Chart, Series
 from dpfl_lightning.reporting.curves import history, over_seeds
-from dpfl_lightning.reporting.figures import figures
-from dpfl_lightning.reporting.run_files import RunGroup, Search, curves_of, scored
+from dpfl_lightning.reporting.figures import figures, missing_letters_allowed
+from dpfl_lightning.reporting.run_files import RunGroup, Search, scored
 from dpfl_lightning.runtime.text import at_most, counted, distinct, flattened
 
 _COLOURS = (
@@ -48,7 +50,7 @@ _COLOURS = (
     "#5f7a1f",
 )
 _MOST_ROWS = 200  # clients in a table, and trials
-_UNFINISHED = "Unfinished: no guarantee is stated yet. `dpfl ledger {}` states what every client has spent so far."
+_UNFINISHED = "No guarantee is stated yet. `dpfl ledger {}` states what every client has spent so far."
 
 
 def report_page(parts: Sequence[RunGroup | Search], ledgers: Mapping[str, str]) -> str:
@@ -88,7 +90,7 @@ def _run(name: str, group: RunGroup, ledgers: Mapping[str, str]) -> dict[str, An
         "badges": _badges(group),
         "ledger": bad,
         "guarantee": group.guarantee,
-        "unfinished": _UNFINISHED.format(group.runs[0].folder),
+        "unfinished": f"{group.runs[0].ending}. {_UNFINISHED.format(group.runs[0].folder)}",
         "remarks": [*map(in_words, results if len(group.runs) == 1 else ()), *remarks(results)],
         "seeds": _seeds(group, results) if len(group.runs) > 1 else [],
         "no_curves": any(run.result is not None and run.result.rounds and not run.rounds for run in group.runs),
@@ -131,21 +133,19 @@ def _summaries(names: Sequence[str], groups: Sequence[RunGroup], ledgers: Mappin
 
 def _summary(name: str, group: RunGroup, scores: Mapping[str, str], ledgers: Mapping[str, str]) -> dict[str, str]:
     results = group.results
-    done = [run.rounds[-1].round if run.rounds else 0 for run in group.runs]
     seeds = f"{len(results)} of {len(group.runs) + group.missing} seeds finished" if len(group.runs) > 1 else ""
     seeds += f", {counted(group.missing, 'folder')} missing" if group.missing else ""
-    state = seeds or ("finished" if results else f"unfinished after {done[0]} of {group.runs[0].info.rounds} rounds")
+    state = seeds or ("finished" if results else group.runs[0].ending)
     verified = sum(ledgers[str(run.folder)] == "verified" for run in group.runs)
-    known = [(name, values) for name, values in map(main_scores, results) if values]
-    worst_of = [(name, measure_of(results[0], name).worst(values)) for name, values in known]
-    score = worst_of[0][0] if worst_of else ""
+    score, values = client_scores(results)
+    worst = [measure_of(results[0], score).worst(one) for one in values if one]
     return {
         "run": name,
         "": ", ".join(_badges(group)),
         "state": state,
         "largest epsilon": _epsilon(group, results),
         **scores,
-        "worst client": f"{score} {spread(score, [value for _, value in worst_of])}" if worst_of else "",
+        "worst client": f"{score} {spread(score, worst, len(results))}" if worst else "",
         "all runs on the same data, at the end of this one": _all_runs(group),
         "clients": f"{len(results[0]['clients']):,}" if results else "",
         "ledger": "verified" if verified == len(group.runs) else "not verified",
@@ -172,8 +172,9 @@ def _epsilon(group: RunGroup, results: Sequence[Mapping[str, Any]]) -> str:
     """
     if group.guarantee is not None and len(results) == len(group.runs):
         return stated(group.guarantee)
+    source = group.runs[0].info.source
     known = [epsilon for run in group.runs if (epsilon := _last(run, "train_epsilon_max")) is not None]
-    return f"at least {at_most(max(known))} so far" if known else "see the ledger"
+    return badged(f"at least {at_most(max(known))} so far" if known else "see the ledger", source)
 
 
 def _options(names: Sequence[str], groups: Sequence[RunGroup]) -> Rows:
@@ -199,22 +200,27 @@ def _fairness(names: Sequence[str], groups: Sequence[RunGroup]) -> Rows:
     rows = []
     for name, group in zip(names, groups, strict=True):
         results = group.results
-        known = [(score, values) for score, values in map(main_scores, results) if values]
+        score, every = client_scores(results)
+        known = [values for values in every if values]
         if not known:
             continue
-        score, of_groups = known[0][0], [result.get("accuracy_of_groups") or {} for result in results]
+        measure, of_groups = measure_of(results[0], score), [one.get("accuracy_of_groups") or {} for one in results]
         functions: dict[str, Callable[[Sequence[float]], float]] = {
             "mean": fmean,
             "std over clients": pstdev,
-            "worst": measure_of(results[0], score).worst,
-            "gap": lambda values: max(values) - min(values),
+            "worst": measure.worst,
+            "gap": measure.gap,
         }
-        values = {title: spread(score, [of(values) for _, values in known]) for title, of in functions.items()}
+        values = {title: spread(score, [*map(of, known)], len(results)) for title, of in functions.items()}
         parts = {
             f"group {part}" if part.isdigit() else part: spread("accuracy", [one[part] for one in of_groups])
             for part in sorted(set.intersection(*map(set, of_groups)))
         }
-        rows.append({"run": name, "score": score, **values, **parts})
+        gaps = {
+            one.replace("_", " "): spread(one, known)
+            for one, known in known_values([result.get("fairness") or {} for result in results]).items()
+        }
+        rows.append({"run": name, "score": score, **values, **gaps, **parts})
     return aligned(rows)
 
 
@@ -237,7 +243,8 @@ def _figures(run: Run) -> dict[str, str]:
     drawn: dict[str, str] = {}
     for name, figure in figures(run.rounds, run.result).items():
         buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
+        with missing_letters_allowed():
+            figure.savefig(buffer, format="png")
         drawn[name.replace("_", " ")] = base64.b64encode(buffer.getvalue()).decode()
     return drawn
 
@@ -248,7 +255,7 @@ def _figures(run: Run) -> dict[str, str]:
 def _charts(names: Sequence[str], groups: Sequence[RunGroup]) -> list[Chart]:
     """Return curves of test scores over rounds, and of main scores over epsilon and of each client over its epsilon."""
     epsilons = {"largest epsilon spent by a client": "train_epsilon_max", "mean epsilon": "train_epsilon_mean"}
-    curves = [curves_of(run) for group in groups for run in group.runs]
+    curves = [run.score_curves for group in groups for run in group.runs]
     main = dict.fromkeys(pair for one in curves for pair in list(one.items())[:1])
     charts = []
     for score, curve in dict.fromkeys([*main, *(pair for one in curves for pair in one.items())]):
@@ -258,7 +265,7 @@ def _charts(names: Sequence[str], groups: Sequence[RunGroup]) -> list[Chart]:
             charts.append(Chart(f"{heading} over {x}", x, heading, [line for line in lines if line.x]))
     points: dict[str, list[Series]] = {}
     for name, group in zip(names, groups, strict=True):
-        score = next((score for score, _ in map(main_scores, group.results) if score), "")
+        score, _ = client_scores(group.results)
         points.setdefault(score, []).append(_client_points(name, group, score))
     for score, of_groups in points.items():
         heading = title(score, held_out=True)

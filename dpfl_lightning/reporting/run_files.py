@@ -10,7 +10,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.results import FORMAT, RESULT
 from dpfl_lightning.federated.server.run import FILE, Run
 from dpfl_lightning.privacy.accounting.guarantee import RunGuarantee
-from dpfl_lightning.reporting.curves import history, score_curves
+from dpfl_lightning.reporting.curves import history
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,11 @@ class RunGroup:
         return [vars(run.result) for run in self.runs if run.result is not None]
 
 
-def curves_of(run: Run) -> dict[str, str]:
-    """Return score -> its curve, of those that the run has measured; see `score_curves`."""
-    return score_curves(name for one in run.rounds for name, value in one.values.items() if value is not None)
-
-
 def scored(run: Run) -> Mapping[str, Any]:
     """Return the result of a run, or its latest scores if it is not finished."""
     if run.result is not None:
         return vars(run.result)
-    curves = curves_of(run)
+    curves = run.score_curves
     known = {score: [*history(run.rounds, curve).values()] for score, curve in curves.items()}
     latest = {score: values[-1] for score, values in known.items() if values}
     test_set = any(curve.startswith("test_") for curve in curves.values())

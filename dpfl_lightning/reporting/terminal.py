@@ -1,6 +1,6 @@
 """What a terminal shows of a run: functions of the `Run`, the same while it goes on and from its files afterwards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Column as Heading
 from rich.table import Table
 
+from dpfl_lightning.federated.server.curves import score_curves
 from dpfl_lightning.federated.server.history import Round
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.run import Run
@@ -17,15 +18,17 @@ from dpfl_lightning.federated.server.scores import (
     Rows,
     bound,
     client_columns,
+    formatted,
     in_words,
     listed,
     remarks,
     rows_of,
+    scores_of,
     summarised,
 )
 from dpfl_lightning.federated.server.traffic import BYTES
+from dpfl_lightning.models.tasks import MEASURES
 from dpfl_lightning.privacy.accounting.units import RECORD
-from dpfl_lightning.reporting.curves import score_curves
 from dpfl_lightning.reporting.products import products_in
 from dpfl_lightning.runtime.files import SUFFIX
 from dpfl_lightning.runtime.launcher import invocation
@@ -33,7 +36,7 @@ from dpfl_lightning.runtime.text import at_most, counted, data_size, duration
 
 _MOST_ROWS = 30  # more clients than this are summarised by smallest, median and largest
 _NAMED = {"unit": "per ", "delta": "delta ", "noise": "noise "}  # what stands before an assumption
-Columns = dict[str, Column]
+Columns = list[Column]
 
 
 # ---- before the first round
@@ -67,33 +70,32 @@ def plan_columns(run: Run) -> Columns:
     """Return the table of what is planned for each client."""
     clients = run.info.clients
     assert clients is not None, "the run is planned"
-    columns = {
-        "client": Column(clients.name),
-        f"{run.info.unit}s": Column(clients.num_records, "{:,}".format),
-        "batch size": Column(clients.batch_size, "{:,}".format),
-        "steps a round": Column(clients.steps, "{:,}".format),
-    }
-    if run.info.has_noise:
-        columns["budget"] = Column(clients.budget, bound)
-        if clients.planned != clients.budget:
-            columns["planned"] = Column(clients.planned, bound)
-        columns["delta"] = Column(clients.delta, at_most)
-        columns["noise multiplier"] = Column(clients.noise_multiplier, "{:.5g}".format)
-    return columns
+    private = [
+        Column("budget", clients.budget, bound),
+        *([Column("planned", clients.planned, bound)] if clients.planned != clients.budget else []),
+        Column("delta", clients.delta, at_most),
+        Column("noise multiplier", clients.noise_multiplier, "{:.5g}".format),
+    ]
+    return [
+        Column("client", clients.name),
+        Column(f"{run.info.unit}s", clients.num_records, "{:,}".format),
+        Column("batch size", clients.batch_size, "{:,}".format),
+        Column("steps a round", clients.steps, "{:,}".format),
+        *(private if run.info.has_noise else []),
+    ]
 
 
 # ---- after a round
 
 
-def score_words(last: Round) -> str:
+def score_words(run: Run, last: Round) -> str:
     """Return the scores of a round on the test set, or else on held-out records; empty without an evaluation."""
-    known = {score: last.values[curve] for score, curve in score_curves(last.values).items()}
+    curves = score_curves(last.values, run.info.measures)
+    known = {score: last.values[curve] for score, curve in curves.items()}
     if all(value is None for value in known.values()):
         return ""
-    scores = {score: value for score, value in known.items() if score not in ("accuracy", "loss")}
-    if known.get("accuracy") is not None:
-        scores["accuracy"] = known["accuracy"]
-    return listed(scores or {"loss": known.get("loss")})
+    metrics = {score: value for score, value in known.items() if score not in MEASURES}
+    return listed(scores_of({"metrics": metrics, "accuracy": known.get("accuracy"), "loss": known.get("loss")}))
 
 
 def epsilon_words(run: Run, last: Round) -> str:
@@ -127,7 +129,7 @@ def round_words(run: Run, last: Round, left: str) -> str:
     present, everyone = last.values.get("train_participants") or 0, _num_clients(run)
     parts = [
         f"round {last.round:{len(str(run.info.rounds))}}/{run.info.rounds}",
-        score_words(last),
+        score_words(run, last),
         epsilon_words(run, last),
         gradient_words(run, last),
         speed_words(run, last),
@@ -147,16 +149,15 @@ def _num_clients(run: Run) -> int:
 def end_columns(run: Run) -> Columns:
     """Return the table of what each client of a finished run has spent, and of its scores."""
     assert run.result is not None, "the run has finished"
-    shown = (f"{run.info.unit}s", "delta")  # before the first round
-    return {name: column for name, column in client_columns([vars(run.result)]).items() if name not in shown}
+    return client_columns([vars(run.result)], planned=False)
 
 
 def verdict_words(run: Run) -> str:
     """Return how a run ended: a finished one with its scores and times."""
     if run.result is None:
-        return f"Stopped after round {run.done} of {run.info.rounds}: {run.reason}"
+        return run.ending
     scores = in_words(vars(run.result)) or "Not evaluated"
-    return f"{scores} after {counted(run.done, 'round')} in {_times(run, run.result)}; {run.result.reason}."
+    return f"{scores} after {counted(run.done, 'round')} in {_times(run, run.result)}; {run.ending}."
 
 
 def result_lines(run: Run) -> list[str]:
@@ -215,8 +216,10 @@ def _groups(result: RunResult) -> str:
     named = [f"{name} {accuracy[name]:.1%}" for name in ("majority", "minority") if name in accuracy]
     groups = ", ".join(named) or f"{min(accuracy.values()):.1%} to {max(accuracy.values()):.1%}"
     clusters = f"; {matched:.0%} of clients in the right cluster" if isinstance(matched, float) else ""
-    clients = f"worst client {result.accuracy_worst:.1%}, best - worst {result.accuracy_gap:.1%}"
-    return f"Groups: accuracy {groups}; {clients}{clusters}."
+    worst, gap = (formatted(result.headline, one) for one in (result.headline_worst, result.headline_gap))
+    clients = f"worst client {result.headline} {worst}, best - worst {gap}"
+    gaps = f"; {listed(result.fairness)}" if result.fairness else ""
+    return f"Groups: accuracy {groups}; {clients}{clusters}{gaps}."
 
 
 def _times(run: Run, result: RunResult) -> str:
@@ -270,9 +273,9 @@ def _models(folder: Path) -> list[str]:
 # ---- tables
 
 
-def print_table(columns: Mapping[str, Column], console: Console | None = None) -> None:
+def print_table(columns: Sequence[Column], console: Console | None = None) -> None:
     """Print one row for each client, or smallest, median and largest value of many."""
-    console, count = Console() if console is None else console, len(next(iter(columns.values())).values)
+    console, count = Console() if console is None else console, len(columns[0].values)
     print_rows(summarised(columns) if count > _MOST_ROWS else rows_of(columns), console)
     if count > _MOST_ROWS:
         console.print(f"Each column is summarised separately, over {count} clients.\n", highlight=False)

@@ -95,7 +95,7 @@ class ProxyObjective:
         module = build_module(options, population).to(population.y.device)
         check_fits(module, population)
         assert module.task is not None  # for mypy: `check_fits` sets it
-        check_scores(self._scores, module.task, options)
+        check_scores(self._scores, module.task, options, module.undefined_scores)
         self._training_of(options)
 
     def __call__(self, options: Options, folder: Path, report: Report, charge: Charge) -> Outcome:
@@ -241,9 +241,9 @@ class FederatedObjective:
 
     def check(self, options: Options) -> None:
         """Raise UserError if nothing can be built from these options, or the model does not have the scores."""
-        task = self._loop(options).module.task
-        assert task is not None  # for mypy: the loop sets it
-        check_scores(self._scores, task, options)
+        module = self._loop(options).module
+        assert module.task is not None  # for mypy: the loop sets it
+        check_scores(self._scores, module.task, options, module.undefined_scores)
         build_module(reported(self._scores, options), self.population)
 
     def __call__(self, options: Options, folder: Path, report: Report, charge: Charge) -> Outcome:

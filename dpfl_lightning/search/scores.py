@@ -69,7 +69,7 @@ def directions(scores: Sequence[str], options: Options) -> dict[str, bool]:
         known |= {name: metrics[name].measure()} if name in metrics else {}
         extreme = "be scores whose best value is the largest or the smallest"
         require(known[name].target is None, "sweep.scores", extreme, name, "Use another score, such as pinball.")
-    return {name: known[name].higher_is_better for name in scores}
+    return {name: bool(known[name].higher_is_better) for name in scores}
 
 
 def reported(scores: Sequence[str], options: Options) -> Options:
@@ -83,9 +83,11 @@ def reported(scores: Sequence[str], options: Options) -> Options:
     return dataclasses.replace(options, evaluation=dataclasses.replace(options.evaluation, metrics=every))
 
 
-def check_scores(scores: Sequence[str], task: Task, options: Options) -> None:
-    """Raise UserError unless a model of the task has these scores."""
+def check_scores(scores: Sequence[str], task: Task, options: Options, undefined: Sequence[str] = ()) -> None:
+    """Raise UserError unless a model of the task has these scores, of which random records leave none `undefined`."""
     metrics = {**metrics_of(task), **named_metrics(options.evaluation.metrics)}
     known = [*(["accuracy"] if task.has_accuracy else []), "loss", *metrics, *AT_THE_END]
     for name in scores:
         require(name in known, "sweep.scores", f"be scores of task {task.name} ({', '.join(known)})", name)
+        must, advice = "be defined on random outputs and labels", "Its compute() returns no finite number."
+        require(name not in undefined, "sweep.scores", must, name, advice)

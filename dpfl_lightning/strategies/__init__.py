@@ -12,6 +12,7 @@ STRATEGIES = {
     "biased_selection": ("strategies.selection.biased_selection", "BiasedSelection"),
     "clustered": ("papers.clustered.clustered", "Clustered"),
     "distillation": ("papers.distillation.distillation", "Distillation"),
+    "distillation_as_printed": ("papers.distillation.distillation_as_printed", "DistillationAsPrinted"),
     "early_stopping": ("strategies.selection.early_stopping", "EarlyStopping"),
     "epsilon_weighted": ("papers.baselines.epsilon_weighted", "EpsilonWeighted"),
     "feature_means": ("papers.distillation.feature_means", "FeatureMeans"),
@@ -22,6 +23,7 @@ STRATEGIES = {
     "ifca": ("papers.baselines.ifca", "Ifca"),
     "kmeans_clusters": ("papers.baselines.kmeans_clusters", "KMeansClusters"),
     "local": ("strategies.clustering.local", "Local"),
+    "local_distillation": ("papers.distillation.local_distillation", "LocalDistillation"),
     "median": ("strategies.aggregation.median", "Median"),
     "minimum_epsilon": ("papers.baselines.minimum_epsilon", "MinimumEpsilon"),
     "mixed_effects": ("strategies.clustering.mixed_effects", "MixedEffects"),
@@ -38,6 +40,7 @@ STRATEGIES = {
     "size_weighted": ("strategies.aggregation.size_weighted", "SizeWeighted"),
     "trimmed_mean": ("strategies.aggregation.trimmed_mean", "TrimmedMean"),
     "two_stage_selection": ("papers.selection.two_stage_selection", "TwoStageSelection"),
+    "two_stages_as_printed": ("papers.selection.two_stages_as_printed", "TwoStagesAsPrinted"),
     "uniform": ("strategies.aggregation.uniform", "Uniform"),
     "uniform_selection": ("papers.baselines.uniform_selection", "UniformSelection"),
 }

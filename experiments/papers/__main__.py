@@ -49,6 +49,14 @@ def _run(set_by_user: Sequence[tuple[str, str]], options: argparse.Namespace) ->
     if first == "list":
         print(overview(find(names) if names else list(experiments().values()), options.results))
         return 0
+    if first == "claims":
+        from experiments.papers import claims
+
+        claims.PAGE.write_text(claims.page(options.results), encoding="utf-8")
+        print(f"{claims.PAGE} is written")
+        return 0
+    if first == "systems":
+        return _systems(names)
     chosen = [one.restricted(options.rows, options.columns, options.seeds) for one in find(options.names)]
     overrides, free = _sorted_out(set_by_user)
     for experiment in chosen:
@@ -60,6 +68,21 @@ def _run(set_by_user: Sequence[tuple[str, str]], options: argparse.Namespace) ->
     tables = [as_dict(one, one.scale(options.scale), options.results, overrides) for one in chosen]
     print(json.dumps(tables[0] if len(tables) == 1 else tables))
     return status
+
+
+def _systems(papers: Sequence[str]) -> int:
+    """Plan and train one round of every system of these papers (empty: of all)."""
+    from experiments.papers.systems import systems, trained
+
+    listed = [one for one in systems() if not papers or one.paper in papers]
+    known = ", ".join(dict.fromkeys(one.paper for one in systems()))
+    require(bool(listed), "NAME", f"be a paper after systems: {known}", " ".join(papers))
+    failed = 0
+    for one, words in trained(listed):
+        failed += words.startswith("FAILED")
+        print(f"{one.paper:12} {one.name:44} {words}", flush=True)
+    print(f"{len(listed) - failed} of {len(listed)} systems were planned and trained")
+    return 1 if failed else 0
 
 
 def _made_and_shown(
@@ -140,7 +163,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("names", metavar="NAME", nargs="*", help="tables, or a paper (all its tables); or: list")
+    add(
+        "names",
+        metavar="NAME",
+        nargs="*",
+        help="tables, or a paper (all its tables); or: list; or: claims, which writes docs/papers.md; or: "
+        "systems [PAPER], which plans and trains a round of every system",
+    )
     add("--scale", metavar="small|paper", help="small: fewer rounds, where the table has it (the default); paper")
     add("--seeds", type=seed_list, metavar="N,N,...", help="of trained cells (as declared)")
     add("--rows", type=_names, metavar="NAME,...", help="only these methods")

@@ -106,6 +106,11 @@ def by_column(values: Mapping[str, Any], otherwise: Any = _LEFT_OUT) -> Callable
     return lambda row, column, scale: values.get(column, otherwise)
 
 
+def by_row(values: Mapping[str, Any], otherwise: Any = _LEFT_OUT) -> Callable[..., Any]:
+    """A value of options for the cells of each row."""
+    return lambda row, column, scale: values.get(row, otherwise)
+
+
 def merged(parts: Iterable[Entry]) -> dict[str, Any]:
     """Options by dotted key; a later one replaces an earlier one of the same key and all below it.
 

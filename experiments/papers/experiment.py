@@ -124,6 +124,7 @@ class Experiment:
         seeds: scale -> its seeds; other scales have seed 0.
         minutes: scale -> guess for one cell on two cores, until a finished one exists.
         ours, rivals: rows; with rivals a report has paired differences to ours and the best rival.
+        upper_bounds: row -> rows that it cannot be below if all are tuned; where it is, the table has no verdict.
         summary: Markdown of what follows from many cells together.
     """
 
@@ -141,6 +142,7 @@ class Experiment:
     decimals: int = 2
     ours: str = ""
     rivals: Sequence[str] = ()
+    upper_bounds: Mapping[str, Sequence[str]] = field(default_factory=dict)
     summary: Callable[[Experiment, Cells], str] | None = None
     notes: tuple[str, ...] = ()
 
@@ -179,7 +181,12 @@ class Experiment:
         of_scale = self.seeds if seeds is None else dict.fromkeys(self.scales, tuple(seeds))
         if seeds is not None:
             settings = {name: dataclasses.replace(column, seeds={}) for name, column in settings.items()}
-        return dataclasses.replace(self, rows=lines, columns=settings, paper=paper, seeds=of_scale)
+        bounds = {
+            bound: [row for row in others if row in lines]
+            for bound, others in self.upper_bounds.items()
+            if bound in lines
+        }
+        return dataclasses.replace(self, rows=lines, columns=settings, paper=paper, seeds=of_scale, upper_bounds=bounds)
 
     def _some(self, key: str, names: Sequence[str] | None, known: Mapping[str, T]) -> dict[str, T]:
         for name in names or ():

@@ -60,7 +60,8 @@ def report(experiment: Experiment, scale: str, results: Path, overrides: Overrid
     parts = [f"**{experiment.name}** {experiment.title}: {experiment.shows} ({frame})."]
     begun = any(number.ours is not None for number in table)
     if begun:
-        parts += [_table(experiment, table), _verdict(experiment, table), *_paired(experiment, cells)]
+        untuned = _not_tuned(experiment, cells)
+        parts += [_table(experiment, table), untuned or _verdict(experiment, table), *_paired(experiment, cells)]
     if experiment.summary is not None:
         parts.append(experiment.summary(experiment, cells))
     required = required_cells(experiment, scale, overrides)
@@ -155,6 +156,26 @@ def _verdict(experiment: Experiment, table: Sequence[Number]) -> str:
     return " ".join([*sentences, *_leaders(experiment, table)])
 
 
+def _not_tuned(experiment: Experiment, cells: Cells) -> str:
+    """Why the table has no verdict: a row is below another one of which it is an upper bound; empty if none is.
+
+    Over common seeds it is below by more than two standard errors; with fewer than three of them, at all.
+    """
+    below = []
+    for bound, others in experiment.upper_bounds.items():
+        for row, (column, title) in itertools.product(others, experiment.columns.items()):
+            runs, bounds = (cells.get((one, column), ()) for one in (row, bound))
+            pairs = paired(runs, bounds, experiment.rows[row].value)
+            error = stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 2 else 0.0
+            if pairs and fmean(pairs) > 2 * error:
+                gap = _mean_and_error(pairs, experiment.decimals)
+                below.append(f"{experiment.rows[row].title} in {title.title} ({gap})")
+    if not below:
+        return ""
+    names = " and ".join(experiment.rows[bound].title for bound in experiment.upper_bounds)
+    return f"**Not tuned**, so there is no verdict: {names} must not be below other rows, but is: {'; '.join(below)}."
+
+
 def _leaders(experiment: Experiment, table: Sequence[Number]) -> list[str]:
     """The best row of each column among the rows that the paper has, where all of them are made."""
     better = "" if experiment.comparison is None else experiment.comparison.better
@@ -235,14 +256,14 @@ def as_dict(experiment: Experiment, scale: str, results: Path, overrides: Overri
 
 def overview(experiments: Sequence[Experiment], results: Path, width: int = 100) -> str:
     """The listing for a terminal: at most `width` columns, with the time left for each scale."""
-    rows = []
+    rows, scales = [], [*dict.fromkeys(("small", "paper", *(scale for one in experiments for scale in one.scales)))]
     for experiment in experiments:
-        cells = dict.fromkeys(("small", "paper"), "")
+        cells = dict.fromkeys(scales, "")
         for scale in experiment.scales:
             done, count, seconds = _progress(experiment, scale, results)
             cells[scale] = f"{done}/{count}" + (f", {_roughly(seconds)}" if done < count else "")
         rows.append([experiment.name, *cells.values()])
-    heads = ["name", "small", "paper"]
+    heads = ["name", *scales]
     sizes = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     titles = ["what", *(experiment.title for experiment in experiments)]
     lines = []
@@ -253,8 +274,9 @@ def overview(experiments: Sequence[Experiment], results: Path, width: int = 100)
         f"No finished cell was found, because there is no folder {results} here.",
         "Run this in the root of a checkout, or pass --results DIR.",
     ]
-    scales = "small and paper are scales: cells made of all cells, and the time for the rest."
-    return "\n".join([*lines, "", scales, *([] if results.is_dir() else missing)])
+    named = " and ".join([", ".join(scales[:-1]), scales[-1]])
+    words = f"{named} are scales: cells made of all cells, and the time for the rest."
+    return "\n".join([*lines, "", words, *([] if results.is_dir() else missing)])
 
 
 def _progress(experiment: Experiment, scale: str, results: Path) -> tuple[int, int, float]:

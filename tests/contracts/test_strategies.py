@@ -20,15 +20,20 @@ from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 pytestmark = pytest.mark.usefixtures("over_the_wire")  # no strategy gets more than the messages of the wire
 NAMES = sorted(strategies.STRATEGIES)
+IN_STAGES = ("two_stage_selection", "two_stages_as_printed")
 #: what a strategy needs of four clients: its options, and the loop's
 OPTIONS = {
     "distillation": {"min_participants": 4, "evaluation_epochs": 5},
+    "distillation_as_printed": {"min_participants": 4, "evaluation_epochs": 5},
+    "local_distillation": {"min_participants": 4, "evaluation_epochs": 5},
     "feature_means": {"evaluation_epochs": 5, "image_steps": 2},
-    "two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2},
+    **{name: {"warmup_rounds": 2, "clients_per_round": 2} for name in IN_STAGES},
 }
 LOOPS = {
     "feature_means": {"rounds": 1},
-    "two_stage_selection": {"rounds": 4, "clients": ClientOptions(count=4, batch_size=None, learning_rate=0.3)},
+    **{
+        name: {"rounds": 4, "clients": ClientOptions(count=4, batch_size=None, learning_rate=0.3)} for name in IN_STAGES
+    },
 }
 
 

@@ -254,7 +254,7 @@ X, Y = pair(6)
         (
             [(X, -100 * Y[:, None])],
             {"num_classes": 3},
-            r"must hold classes from 0 to 2 or -100 \(a pixel or token to ignore\), got \(-200, 0\)",
+            r"must hold classes from 0 to 2, or -100 where a task ignores a label, got \(-200, 0\)",
         ),
         ([(X[:, 0, 0], Y)], {}, r"`client 0: x` must have the shape \[records, ...\]"),
         ([(X.to(torch.uint8), Y)], {}, r"must be floating, or int64 .* got torch.uint8. Pass x.float\(\) / 255"),

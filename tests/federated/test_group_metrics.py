@@ -90,7 +90,7 @@ def test_a_run_says_how_groups_fare_and_keeps_a_picture_of_the_clients(make_loop
     accuracies = [client["accuracy"] for client in result.clients]
     assert [client["true_group"] for client in result.clients] == [0, 0, 1, 1]
     assert result.accuracy_of_groups == accuracy_of_groups(accuracies, [0, 0, 1, 1])
-    assert result.accuracy_gap == max(accuracies) - min(accuracies)
+    assert result.headline_gap == max(accuracies) - min(accuracies)
     assert result.metrics["clustering_accuracy"] == result.metrics["adjusted_rand_index"] == 1.0
     assert "minority_recall" not in result.metrics
     kept = json.loads((loop.output_dir / "result.json").read_text())

@@ -181,3 +181,25 @@ def test_a_huge_epsilon_promises_nothing_and_delta_counts_for_all_records(tmp_pa
     tiny = [dataclasses.replace(promise(1.0), delta=1e-5)] * 3
     words = words_of(a_page(a_view(tmp_path), tiny))
     assert "delta 0.00001" in words and "at most 2.72 times as likely" in words
+
+
+@pytest.mark.parametrize("noisy", [0, 2, 3])
+def test_noise_is_promised_to_those_who_have_it_alone(tmp_path, noisy):
+    view = a_view(tmp_path)
+    promises = [promise(2.0) if client < noisy else promise(math.inf, covers=()) for client in range(3)]
+    rows = [{**row, "noise_multiplier": 1.25 if row["client"] < noisy else 0.0} for row in a_result(view).clients]
+    result = a_result(view, clients=tuple(rows))
+    words = words_of(guarantee_page(Run(view.run, 10, result=result, stated=promises)))
+    assert ("in which each record" in words) == (noisy > 0)
+    assert ("of 2 of the 3 clients sums in which each record has a bounded part" in words) == (noisy == 2)
+    assert ("of the others nothing that exact releases show" in words) == (noisy == 2)
+    assert ("every single noisy release of each client" in words) == (noisy == 3)
+    assert ("multiply" in words) == (noisy == 3), "no factor without a bound"
+
+
+def test_a_probability_of_one_is_no_bound(tmp_path):
+    view = a_view(tmp_path)
+    promises = [Guarantee(epsilon=2.0, delta=0.01, **FRAME)] * 3
+    words = words_of(a_page(view, promises))
+    assert "1 in 1 " not in words
+    assert "anybody of all 303 records is not excluded: expect up to 4 of them" in words

@@ -60,8 +60,8 @@ def test_a_run_learns_and_leaves_its_record(learnt):
     assert [one["round"] for one in history] == [1, 2, 3, 4, 5]
     assert history[-1]["test_accuracy"] == result.test_accuracy
     assert history[-1]["clients"]["train_epsilon"]["0"] == result.clients[0]["epsilon_spent"]
-    assert result.accuracy_std == pytest.approx(float(accuracies.std(correction=0)))
-    assert result.accuracy_worst == float(accuracies.min()) == written["accuracy_worst"]
+    assert result.headline_std == pytest.approx(float(accuracies.std(correction=0)))
+    assert result.headline_worst == float(accuracies.min()) == written["headline_worst"]
     for words in ("record", "add or remove", "Poisson", "0.001", "not_covered"):
         assert words in str(written["guarantee"]), words
     assert len(read_ledger(loop.clients.folder.ledger_file)) == 4 * 5

@@ -22,7 +22,7 @@ from dpfl_lightning.commands.fit import main as fit_command
 from dpfl_lightning.commands.report import main as report_command
 from dpfl_lightning.commands.sweep import main as sweep_command
 from dpfl_lightning.config.options import EvaluationOptions, Options
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.checks import check_fits
 from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
@@ -114,8 +114,11 @@ def test_a_class_an_object_and_a_named_object_are_scored_as_those_of_the_package
     for row in result.clients:
         assert row["metrics"]["again"] == pytest.approx(row["accuracy"]) and 0 < row["metrics"]["brier"] < 1
     assert 0 < result.baseline["brier"] < 1 and result.baseline["again"] == pytest.approx(result.baseline["accuracy"])
-    assert result.measures["brier"] == Measure(higher_is_better=False) and result.measures["again"].higher_is_better
-    assert "brier" in str(result) and "best constant" in str(result)
+    assert (
+        result.measures["brier"] == Measure(higher_is_better=False, constant="class shares")
+        and result.measures["again"].higher_is_better
+    )
+    assert "brier" in str(result) and "class shares" in str(result)
     assert {"test_brier", "val_brier_mean", "test_again"} <= result.history()[-1].keys()
 
 
@@ -143,6 +146,7 @@ def test_no_value_of_an_earlier_evaluation_or_of_another_client_is_in_a_score(ma
         ([BinaryFBetaScore], r"must be made without arguments, got BinaryFBetaScore: .* BinaryFBetaScore\(\.\.\.\)"),
         ([{"auroc": Brier}], r"`evaluation.metrics.0.name` must differ from the scores of the package, got 'auroc'"),
         ([{"loss": Brier}], "must differ from the scores of the package"),
+        ([{"epsilon": Brier}], r"must differ from the words of a guarantee \(epsilon, delta, budget\), got 'epsilon'"),
         ([{"a/b": Brier}], "must have small letters, digits and underscores, got 'a/b'"),
         ([Brier, Brier()], r"`evaluation.metrics` must have different names, got 'brier'. Choose another"),
         ([{"a": Brier, "b": Brier}], r"\{class_path, init_args, name\}, or \{name: metric\}"),
@@ -202,7 +206,8 @@ def test_it_fits_every_task_and_gets_what_metrics_of_the_package_get(task):
     output, y = module.task.aligned(CASES[task].net()(people.x), people.y)
     expected = [tuple(part.shape) for part in module.task.for_metrics(output[people.test], y[people.test])]
     assert score.metrics["shapes"] > 0 and [tuple(shape) for shape in Shapes.seen[0]] == expected
-    assert (module.scores["shapes"] == Measure() and "accuracy" in module.scores) or not module.task.has_accuracy
+    assert module.scores["shapes"] == Measure(constant=module.task.constant)
+    assert ("accuracy" in module.scores) == module.task.has_accuracy
 
 
 def test_with_a_loss_that_fits_no_task_it_gets_outputs_and_labels():
@@ -236,7 +241,7 @@ def test_early_stopping_knows_the_direction(make_loop):
         result = make_loop(module=of_blobs(kind), rounds=6, parts=[SizeWeighted(), stopping]).run()
         assert result.rounds == ended, kind
     (stopping,) = build({"early_stopping": {"metric": "brier"}})
-    with pytest.raises(UserError, match=r"early_stopping.metric` must be one of loss, accuracy, classes, got 'brier'"):
+    with pytest.raises(UserError, match=r"early_stopping.metric` must be one of classes, accuracy, loss, got 'brier'"):
         make_loop(module=of_blobs(Classes), parts=[SizeWeighted(), stopping]).run()
 
 
@@ -295,7 +300,7 @@ def test_a_run_by_class_paths_is_reported_afterwards_without_the_class(folder, c
     (folder / "mine.py").unlink()
     forget()
     assert report_command(["run", "--output", "report.html"]) == 0
-    assert read_result(folder / "run").measures["brier"] == Measure(higher_is_better=False)
+    assert read_result(folder / "run").measures["brier"] == Measure(higher_is_better=False, constant="class shares")
     page = (folder / "report.html").read_text()
     largest = max(row["metrics"]["brier"] for row in result.clients)
     assert "test brier" in page and f"brier {largest:.4g}" in page and "mine" not in sys.modules
@@ -360,4 +365,24 @@ def test_a_site_keeps_the_metrics_of_a_module_that_its_operator_allows():
     engine.setup(module, HeldClients(population), Streams(), "poisson")
     scores = evaluate_own(module, HeldClients(population), module.flat, 0, engine)
     assert scores.test.metrics.keys() == {*metrics_of(TASKS["multiclass"]), "brier"}
-    assert scores.measures["brier"] == Measure(higher_is_better=False) and scores.baseline["brier"] < 1
+    assert (
+        scores.measures["brier"] == Measure(higher_is_better=False, constant="class shares")
+        and scores.baseline["brier"] < 1
+    )
+
+
+class Never(Brier):
+    """Has no value."""
+
+    def compute(self):
+        return torch.tensor(torch.nan)
+
+
+def test_a_metric_without_a_value_on_random_records_is_told_and_is_no_score_of_a_search():
+    module = of_blobs(Never, "f1")
+    with pytest.warns(UserNotice, match="metric never has no finite value on .* random records"):
+        check_fits(module, blobs())
+    with pytest.raises(UserError, match=r"`sweep.scores` must be defined on random outputs and labels, got 'never'"):
+        path = "torchmetrics.classification.BinaryMatthewsCorrCoef"
+        options = Options(evaluation=EvaluationOptions(metrics=({"class_path": path, "name": "never"},)))
+        check_scores(["f1", "never"], module.task, options, module.undefined_scores)

@@ -333,6 +333,7 @@ ASKING = (
     "noise_aware",
     "released_scores",
     "two_stage_selection",
+    "two_stages_as_printed",
 )
 VARIANTS = [
     *(
@@ -344,6 +345,7 @@ VARIANTS = [
     ("clustered", {"selection": "exponential"}, ""),
     ("clustered", {"selection": "paper_argmin"}, PLAIN_CHOICES),
     ("clustered", {"selection": "server_similarity"}, ""),
+    ("two_stages_as_printed", {"second_loss": "noiseless_step"}, "losses after a step without noise"),
 ]
 
 
@@ -385,7 +387,13 @@ def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, o
             else:
                 assert mechanism.noise_multiplier > 0 and type(mechanism) in (Gaussian, Laplace)
     assert bool(bare) == bool(words)
-    assert bool(asked) or name not in ("feature_means", "ifca", "released_scores", "two_stage_selection")
+    assert bool(asked) or name not in (
+        "feature_means",
+        "ifca",
+        "released_scores",
+        "two_stage_selection",
+        "two_stages_as_printed",
+    )
 
     def is_bare(values):
         return {client for client, value in enumerate(values) if value is None or math.isinf(value)}
@@ -423,12 +431,20 @@ def test_strategies_ask_in_no_other_way_and_nothing_that_was_not_walked():
         if any(isinstance(one.func, ast.Attribute) and one.func.attr == "ask" for one in calls):
             asking[file.stem] = {one.func.id for one in calls if isinstance(one.func, ast.Name)}
     mine = {kind.__name__ for kind in Query.__subclasses__() if kind.__module__.startswith("dpfl_lightning.")}
-    assert mine - {"ChargedQuery"} == {"FeatureSums", "SelectModel", "LowestLoss", "MeanLoss", "ScoreCounts"}
+    assert mine - {"ChargedQuery"} == {
+        "FeatureSums",
+        "SelectModel",
+        "LowestLoss",
+        "LossOfOwnStep",
+        "MeanLoss",
+        "ScoreCounts",
+    }
     assert {name: used & mine for name, used in asking.items()} == {
         "feature_means": {"FeatureSums"},
         "model_selection": {"SelectModel", "LowestLoss"},
         "released_scores": {"ScoreCounts"},
         "two_stage_selection": {"MeanLoss"},
+        "two_stages_as_printed": {"LossOfOwnStep"},
     }
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.engines.serial import DrawnBatches
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.run import read_result
+from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.papers.baselines.ifca import Ifca
 from dpfl_lightning.papers.distillation.distillation import Distillation
 from dpfl_lightning.papers.distillation.feature_means import FeatureMeans
@@ -105,8 +106,9 @@ def test_an_epsilon_of_persons_says_so_everywhere(make_loop, capsys):
     assert {client["unit"] for client in result["clients"]} == {run["tags"]["unit"]} == {"person"}
     assert run["tags"]["sampling"] == "Poisson sampling of persons, at most 4 rows of each"
     assert '"num_persons": ' in run["datasets"]["training"]["profile"]
-    about = markdown([], result=read_result(folder))
-    assert " per person**, the largest of 4 clients" in about and Person().not_covered[0] in about
+    about = markdown(Run.read(folder))
+    assert re.search(r" per person \([^)]+\)\*\*, the largest of 4 clients", about), "with the badge of a simulation"
+    assert Person().not_covered[0] in about
     assert json.loads((folder / "ledger.jsonl").open().readline())["adjacency"] == "add_remove_of_persons"
     assert ledger([str(folder)]) == 0
     assert words in capsys.readouterr().out
@@ -205,7 +207,7 @@ def test_the_plan_of_a_configuration_counts_persons(capsys):
 
 @pytest.mark.parametrize("name", sorted({*names_of("strategies")} - {"early_stopping", "oracle_clusters"}))
 def test_every_strategy_counts_persons_or_is_refused_by_name(make_loop, name):
-    in_stages = name == "two_stage_selection"
+    in_stages = name.startswith("two_stage")
     (strategy,) = strategies.build({name: {"warmup_rounds": 2} if in_stages else {}})
     options = {"parts": [strategy], "new_net": lambda seed: module().net}
     options["clients"] = dataclasses.replace(CLIENTS, batch_size=None if in_stages else CLIENTS.batch_size)

@@ -78,7 +78,7 @@ def test_the_sites_keep_exact_scores_and_the_server_gets_noised_ones_or_none(str
         shown = capsys.readouterr().out
         sent = {name for one in _curves(Run.read(loop.output_dir), per_client=False).values() for name in one}
         assert ({"train_released_accuracy/00", "train_noise_of_accuracy/01"} <= sent) == bool(strategies)
-        assert "kept here: auroc 0." in shown and f"accuracy {expected['accuracy']:.2%} (majority class" in shown
+        assert "kept here: auroc 0." in shown and f"accuracy {expected['accuracy']:.2%} (class shares" in shown
         assert ("sent: 1 noised set of counts of held-out records" in shown) == bool(strategies)
         paid = [charge.purpose for charge in read_ledger(folder / "ledger.jsonl")]
         assert paid == ["train", "train", *(["scores"] if strategies else [])]

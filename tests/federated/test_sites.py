@@ -50,6 +50,8 @@ OTHERS = {
     "mr_mtl": ({}, {}),  # personal models
     "pfa": ({}, {}),
     "distillation": (FEW_IMAGES, {"model": NET}),
+    "distillation_as_printed": (FEW_IMAGES, {"model": NET}),
+    "local_distillation": (FEW_IMAGES, {"model": NET}),
     "feature_means": ({"evaluation_epochs": 2, "images_per_class": 1}, {"rounds": 1, "model": NET}),
 }
 

@@ -1,10 +1,12 @@
 """Tasks: loss, accuracy and metrics of each, how they are inferred, and one short run of each."""
 
 import dataclasses
+import itertools
 import json
 import math
 import pickle
 import re
+from dataclasses import replace
 from operator import itemgetter
 from types import SimpleNamespace
 
@@ -30,10 +32,19 @@ from dpfl_lightning.federated.client.client import HeldClients
 from dpfl_lightning.federated.client.dummy_data import dummy_batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.identity import module_digest
-from dpfl_lightning.federated.client.metrics import METRICS, Metric, Metrics, metrics_of
+from dpfl_lightning.federated.client.metrics import METRICS, Metric, Metrics, measures_of, metrics_of
 from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.federated.messages.facts import Facts
-from dpfl_lightning.models.tasks import TASKS, ClassWeightedLoss, build_task, task_of
+from dpfl_lightning.models.tasks import (
+    IGNORED,
+    TASKS,
+    Classification,
+    ClassWeightedLoss,
+    QuantileRegression,
+    build_task,
+    described,
+    task_of,
+)
 from dpfl_lightning.papers.distillation.distillation import Distillation
 from dpfl_lightning.privacy.clipping.checked import clipped_sum_for
 from dpfl_lightning.privacy.noise import Streams
@@ -253,12 +264,13 @@ def test_a_metric_has_the_direction_that_torchmetrics_says(name):
     metric, measure = METRICS[name], METRICS[name].measure()
     for task in (one for one in TASKS.values() if isinstance(one, metric.tasks)):
         made = metric.create(task, 3)
-        assert metric.measure(task) == measure and made.higher_is_better in (True, False, None)
+        of_task = metric.measure(task)
+        assert of_task == replace(measure, constant=of_task.constant) and of_task.constant in ("", task.constant)
+        assert measure.higher_is_better is made.higher_is_better
         assert (made.higher_is_better is None) == (measure.target is not None)
-        assert measure.higher_is_better == bool(made.higher_is_better)
         again = pickle.loads(pickle.dumps(metric)).create(task, 3)
         assert type(again) is type(made)
-    assert bool(metric.constant) == (name != "calibration_error")
+    assert metric.has_baseline == bool(measure.constant) == (name != "calibration_error")
 
 
 def test_some_metrics_are_best_where_they_are_smallest_and_coverage_at_its_quantile():
@@ -316,6 +328,36 @@ def test_the_baseline_is_the_best_constant_prediction():
     assert found.pop("accuracy") is None and found == pytest.approx(errors)
 
 
+@pytest.mark.parametrize("name", TASKS)
+def test_no_constant_has_a_smaller_loss_than_the_best_one(name):
+    """Candidates are the constants that would be best for one record alone, such as its label."""
+    _, y, num_classes = records(name)
+    options = [{"quantile": q} for q in (0.1, 0.5, 0.9)] if name == "quantile_regression" else [{}]
+    for task, size in itertools.product([build_task({"name": name, **given}) for given in options], (2, 3, 10, len(y))):
+        few = y[(y != IGNORED).reshape(len(y), -1).any(dim=1)][:size]
+
+        def mean_loss(constant, few=few, task=task):
+            return float(task.loss(constant.expand(len(few), *constant.shape), few).mean())
+
+        best = mean_loss(task.best_constant(few, num_classes or 1))
+        others = [mean_loss(task.best_constant(few[row : row + 1], num_classes or 1)) for row in range(len(few))]
+        assert math.isfinite(best) and best <= min([*others, math.inf]) + 1e-6, (str(task), size)
+
+
+def test_a_baseline_is_called_as_the_constant_of_the_task():
+    y = torch.arange(50.0) ** 2
+    high, mean = build_task({"name": "quantile_regression", "quantile": 0.9}), TASKS["regression"]
+    chosen = some("mae", "r2", "pinball", "coverage")
+    assert {one.constant for one in measures_of(chosen, high).values()} == {"", "predicting the quantile"}
+    found = evaluation.of_constant(chosen, high, 1, y)
+    assert found["mae"] == pytest.approx(score(sk.mean_absolute_error, y, torch.full((50,), float(y[44]))))
+    assert found["r2"] == pytest.approx(score(sk.r2_score, y, torch.full((50,), float(y[44])))) and found["r2"] < 0
+    assert evaluation.of_constant(some("r2"), mean, 1, y)["r2"] == 0
+    for task in TASKS.values():
+        called = {one.constant for one in measures_of(metrics_of(task), task).values()}
+        assert called <= {"", task.constant}, "all scores of a task have the same baseline"
+
+
 @pytest.mark.usefixtures("code_was_read")
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_trains_and_reports(task, tmp_path):
@@ -340,7 +382,7 @@ def test_every_task_trains_and_reports(task, tmp_path):
     assert (result.test_accuracy is None) != TASKS[task].has_accuracy and math.isfinite(result.test_loss)
     assert set(result.test_metrics) == set(fitting) == set(result.clients[0]["metrics"]) == set(result.metrics_mean)
     assert all(value is not None and math.isfinite(value) for value in result.test_metrics.values())
-    compared = {name for name in fitting if METRICS[name].constant}
+    compared = {name for name in fitting if METRICS[name].has_baseline}
     assert set(result.baseline) == {"accuracy", *compared} and result.undefined == {}
     assert seen["test_metrics"] == result.test_metrics and result.clients[2]["metrics"] == {}
 
@@ -592,7 +634,7 @@ def test_a_quantile_is_learnt_with_its_loss_baseline_and_coverage(tmp_path):
     result = loop.run()
     assert loop.clients.description == "fast (exact rules for all layers)"
     assert 0.8 < result.test_metrics["coverage"] < 0.99
-    constant = float(y[600:].quantile(0.9, interpolation="lower"))
+    constant = float(y[600:].quantile(0.9, interpolation="higher"))
     above = y[600:] - constant
     baseline = float(torch.maximum(0.9 * above, -0.1 * above).mean())
     assert result.baseline["pinball"] == pytest.approx(baseline, abs=1e-5)
@@ -621,6 +663,52 @@ def test_a_task_takes_its_own_options_only():
     ):
         with pytest.raises(UserError, match=words):
             ClientModule(nn.Linear(4, 1), task=given)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_outputs_are_probabilities_of_tasks_with_classes_only(name):
+    task = TASKS[name]
+    if isinstance(task, Classification):
+        assert build_task({"name": name, "probabilities": True}).probabilities
+        assert "outputs are probabilities" in described(replace(task, probabilities=True), (3,), (), True)
+        return
+    with pytest.raises(UserError, match=f"`task.probabilities` must be an option of {name}"):
+        build_task({"name": name, "probabilities": True})
+    with pytest.raises(UserError, match=f"`probabilities` must be left out for task {name}"):
+        check_fits(module_of(name, probabilities=True), population(name))
+
+
+def test_a_task_is_also_an_object_or_a_class():
+    for given in (QuantileRegression(quantile=0.3), {"name": "quantile_regression", "quantile": 0.3}):
+        assert ClientModule(nn.Linear(4, 1), task=given).named_task == QuantileRegression(quantile=0.3)
+    assert ClientModule(nn.Linear(4, 1), task=QuantileRegression).named_task == QuantileRegression()
+    with pytest.raises(UserError, match=r"`task.quantile` must be a number in \(0, 1\)"):
+        QuantileRegression(quantile=1.5)
+    with pytest.raises(UserError, match=r"`task` must be a name .*, a mapping with a name, or a Task"):
+        ClientModule(nn.Linear(4, 1), task=3)
+
+
+def test_a_label_to_ignore_is_refused_by_a_task_that_ignores_none():
+    x, y, classes = records("multilabel")
+    people = Population.from_datasets([(x, y.index_fill(0, torch.tensor([3]), IGNORED))], num_classes=classes)
+    module = ClientModule(CASES["multilabel"].net(), task="multilabel")
+    with pytest.raises(UserError, match="`y` must hold 0 or 1 for each label of task multilabel"):
+        check_fits(module, people)
+    wrong = [bad.tolist() for bad, _, _ in TASKS["multiclass"].wrong_labels(torch.tensor([0, IGNORED]), 3, ())]
+    assert wrong == [[False, True]] and not [*TASKS["segmentation"].wrong_labels(torch.tensor([[IGNORED]]), 3, ())]
+
+
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.ignores])
+def test_records_without_a_label_that_counts_define_no_metric(name):
+    x, y, classes = records(name)
+    output, ignored = CASES[name].net()(x).detach(), torch.full_like(y, IGNORED)
+    for metric in metrics_of(TASKS[name]):
+        metrics = Metrics(some(metric), TASKS[name], classes)
+        metrics.update(output, ignored)
+        assert metrics.values() == {metric: None}
+        assert metrics.undefined() == {metric: "have no label that counts"}
+        metrics.update(output, y)
+        assert metrics.values() == {metric: pytest.approx(value_of(name, metric, output, y, classes=classes))}
 
 
 @pytest.mark.parametrize(
@@ -661,5 +749,5 @@ def test_columns_of_survival_are_named_and_a_model_has_an_output_for_each_interv
     for outputs in (3, 5):
         with pytest.raises(UserError, match=f"`model` must give 4 outputs, one for each interval, got {outputs}"):
             check_fits(ClientModule(nn.Linear(1, outputs), task="survival"), people)
-    with pytest.raises(UserError, match="num_classes is the number of intervals"):
+    with pytest.raises(UserError, match="num_classes says how many values a label has, such as classes or intervals"):
         Population.from_dataframe(table, label=["month", "relapse"], num_classes=2)

@@ -137,3 +137,20 @@ def test_the_accountants_are_those_of_the_guarantees(results):
     write(results, Cell("fake.table1", "theirs", "b", "small", 0), by_rdp)
     write(results, Cell("fake.table1", "theirs", "b", "small", 1), {**by_rdp, "accountant": None})
     assert "Epsilons were computed by RDP." in shown(results) and "nobody" not in shown(results)
+
+
+def test_a_table_in_which_an_upper_bound_is_below_has_no_verdict(results):
+    """theirs a has 52 for seed 0, where ours has 51; over three seeds chance does not count."""
+    bounded = {"paper": PAPER, "comparison": POINTS, "upper_bounds": {"theirs": ["ours"], "ours": ["theirs"]}}
+    text = shown(results, **bounded)
+    assert "**Not tuned**, so there is no verdict" in text and "theirs in A (+1.00 (1))" in text
+    assert "numbers are within" not in text and "ours in A" not in text
+    assert "Not tuned" not in shown(results, **{**bounded, "upper_bounds": {"theirs": ["ours"]}})
+    some = fake(**bounded).restricted(["ours"], ["a"])
+    assert "Not tuned" not in report(some, "small", results), "the other row is not shown"
+    for seed, value in ((1, 52.5), (2, 52.0)):
+        write(results, Cell("fake.table1", "theirs", "a", "small", seed), held(accuracy=value))
+    write(results, Cell("fake.table1", "ours", "a", "small", 2), held(accuracy=51.0))
+    assert "Not tuned" not in shown(results, **bounded, seeds={"small": (0, 1, 2)}), "+0.5 is below two errors"
+    write(results, Cell("fake.table1", "ours", "a", "small", 1), held(accuracy=51.4))
+    assert "theirs in A (+1.03" in shown(results, **bounded, seeds={"small": (0, 1, 2)})

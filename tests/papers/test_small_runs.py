@@ -7,7 +7,8 @@ from test_conf import small_fashion  # noqa: F401 (a fixture)
 
 from dpfl_lightning.config.published import EPSILONS
 from experiments.papers.__main__ import main
-from experiments.papers.cells import RESULTS, contents, file_of
+from experiments.papers.cells import RESULTS, contents, file_of, required_cells, write
+from experiments.papers.registry import experiments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository"), pytest.mark.filterwarnings("ignore")]
 
@@ -53,6 +54,14 @@ def test_one_round_says_how_near_each_estimate_is(run, small_fashion, capsys):  
     assert values["oracle_noise"] == pytest.approx(1 / sum(1 / one for one in lists["truth"]), rel=1e-6)
 
 
+def test_rows_and_blocks_of_robust_pca_are_compared_in_one_round(run, small_fashion):  # noqa: F811
+    few = {"data__folder": small_fashion, "data__records_per_client": 140, "data__held_out_per_client": 5}
+    (cell,) = run("noise_aware.rows --columns dist1", **few)
+    excess = {name.removesuffix("_excess"): one for name, one in cell["values"].items() if name.endswith("_excess")}
+    assert len(excess) == 24 and all(1 <= one < 1.2 for one in excess.values())
+    assert excess["random_250_all"] < excess["random_250_one"], "115 blocks know more than one"
+
+
 def test_a_run_has_all_metrics_of_its_groups(run, groups, capsys, tmp_path):
     (tmp_path / "results").mkdir()
     shutil.copy(file_of(RESULTS, "clustered.tuning"), tmp_path / "results")  # rates follow from it
@@ -69,3 +78,13 @@ def test_a_run_has_all_metrics_of_its_groups(run, groups, capsys, tmp_path):
     assert "clustering_accuracy" not in plain["values"]
     shown = table(capsys.readouterr().out)
     assert ["DPFedAvg: best - worst", f"{plain['values']['accuracy_gap']:.2f}"] in shown
+
+
+def test_a_compared_run_has_the_fairness_gaps(run, groups, tmp_path):
+    for cell in required_cells(experiments()["clustered.rates"], "small"):  # rates follow from it
+        if not cell.row.endswith("_beyond"):
+            write(tmp_path / "results", cell, {"values": {"accuracy": float("_0.1" in cell.row)}, "seconds": 1.0})
+    where = "clustered.paired --rows kmeans_server_f_acc,kmeans_server_f_loss --columns labels --seeds 0 --rounds 2"
+    cells = run(where, **groups)
+    (values,) = (cell["values"] for cell in cells if cell["experiment"] == "clustered.paired")
+    assert 0 < values["fairness_acc"] <= 100 and values["fairness_loss"] > 0 and "clustering_accuracy" in values

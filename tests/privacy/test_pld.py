@@ -157,7 +157,7 @@ def test_far_out_settings_have_a_bound_in_reasonable_time(
     begun = time.process_time()
     epsilon = PLD.epsilon(events, 10**log_delta)
     assert 0 <= epsilon <= RDP.epsilon(events, 10**log_delta)
-    assert time.process_time() - begun < 30
+    assert time.process_time() - begun < 60  # on a loaded machine
 
 
 def test_twenty_clients_are_solved_in_seconds_and_asked_again_in_milliseconds():

@@ -191,7 +191,7 @@ def test_a_public_table_is_searched_at_no_cost(place, capsys):
         ("ill", {"scores": ["auroc", "auroc"]}, [], ["`sweep.scores` must be different scores, got '[auroc, auroc]'"]),
         ("ill", {"scores": ["mae"]}, [], ["`sweep.scores` must be scores of task binary", "auroc", "got 'mae'"]),
         ("days", {"scores": ["accuracy"]}, [], ["`sweep.scores` must be scores of task regression", "got 'accuracy'"]),
-        ("ill", {"scores": ["aurok"]}, [], ["`sweep.scores` must be one of loss, accuracy", "Did you mean `auroc`"]),
+        ("ill", {"scores": ["aurok"]}, [], ["`sweep.scores` must be one of accuracy, loss", "Did you mean `auroc`"]),
         (
             "ill",
             {"objective": "public"},

@@ -20,7 +20,7 @@ def test_every_metric_of_a_run_has_a_direction_or_is_refused():
 
 
 def test_an_unknown_score_is_refused_with_the_way_out():
-    known = r"`sweep\.scores` must be one of loss, accuracy, .*'aurok'\. Did you mean `auroc`"
+    known = r"`sweep\.scores` must be one of accuracy, loss, .*'aurok'\. Did you mean `auroc`"
     with pytest.raises(UserError, match=known):
         directions(["aurok"], Options())
 

@@ -18,7 +18,7 @@ from test_sweep import SWEEPS, shrunken
 
 pytestmark = pytest.mark.e2e
 
-FILE = SWEEPS / "nas_fmnist.yaml"
+FILE = SWEEPS / "nas_fmnist_public.yaml"
 TRIALS = 5
 
 

@@ -530,8 +530,8 @@ def test_separation_follows_the_design_law(make_loop, epochs, noise):
 @pytest.mark.parametrize("name", sorted(strategies.STRATEGIES))
 def test_a_strategy_that_does_not_fit_beside_it_is_refused_before_any_charge(name, first, start):
     """Each registered strategy, before and after it: the run is refused at once, or it starts and is not refused."""
-    options = {"two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 3}}
-    other, clustered = *strategies.build({name: options.get(name)}), Clustered()
+    in_stages = {"warmup_rounds": 2, "clients_per_round": 3} if name.startswith("two_stage") else None
+    other, clustered = *strategies.build({name: in_stages}), Clustered()
     try:
         loop = start(*((clustered, other) if first else (other, clustered)), rounds=2)
         loop.plan_schedule()
@@ -643,3 +643,24 @@ def test_a_proximal_term_does_not_depend_on_the_order_of_strategies(start):
     for loop in ends:
         loop.run()
     assert torch.equal(ends[0].state.models, ends[1].state.models)
+
+
+@pytest.mark.parametrize("init", ["distinct", "random_assignment"])
+def test_ifca_begins_with_models_of_their_own_or_as_the_papers_code_does(init, start):
+    """Its code has copies of one model, of which each client trains a random one before anybody chooses."""
+    states = []
+
+    class Begins(Recorder):
+        def on_round_start(self, view):
+            states.append(view.state)
+
+    def new_net(seed):
+        torch.manual_seed(seed)
+        return nn.Linear(6, 3)
+
+    ifca = Ifca(num_clusters=3, init=init, selection="paper_argmin")
+    loop = start(ifca, Begins(), rounds=2, new_net=new_net)
+    loop.run()
+    distinct = init == "distinct"
+    assert [len(one.models.unique(dim=0)) for one in states] == [3 if distinct else 1, 3]
+    assert paid(loop, "select") == ([1, 2] if distinct else [2]), "nobody chooses between equal models"

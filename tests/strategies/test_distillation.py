@@ -7,6 +7,7 @@ import pytest
 import reference
 import torch
 from conftest import FIXED_KEY, blobs, private, small_net
+from contracts.test_strategies import OPTIONS
 from fakes import Recorder
 from few_digits import (
     CLASSES,
@@ -21,6 +22,7 @@ from few_digits import (
     distilled,
     few,
     images_of,
+    made_of,
     target_of,
     together,
 )
@@ -132,7 +134,7 @@ def test_other_readers_of_updates_change_nothing(privacy, make_loop):
 def test_classes_without_records_keep_their_images(make_loop):
     seen = Recorder()
     _, strategy = distilled(make_loop, digits([[9, 3, 0], [2, 8, 0], [6, 6, 0]]), rounds=3, others=[seen])
-    noise, state = first_images(), strategy.state_dict()
+    noise, state = first_images(), made_of(strategy)
     assert torch.equal(state["images"][2], noise[2]) and not state["velocity"][2].any()
     assert not torch.equal(state["images"][:2], noise[:2])
     assert [report.metrics["classes_left_out"] for report in seen.reports] == [1.0] * 3
@@ -150,7 +152,7 @@ def test_targets_of_few_records_are_left_out_without_noise_only(make_loop):
 def test_where_every_class_is_left_out_the_images_stay(make_loop):
     seen = Recorder()
     loop, strategy = distilled(make_loop, digits(EQUAL), rounds=2, others=[seen], min_records_per_target=17)
-    assert torch.equal(images_of(strategy), first_images()) and not strategy.state_dict()["velocity"].any()
+    assert torch.equal(images_of(strategy), first_images()) and not made_of(strategy)["velocity"].any()
     assert [report.metrics["classes_left_out"] for report in seen.reports] == [3.0] * 2
     assert loop.state.models.isfinite().all()
 
@@ -176,7 +178,7 @@ def test_a_target_has_as_many_records_as_were_drawn_from_clients_that_count(make
 def test_a_step_to_images_that_are_not_finite_is_left_out(make_loop):
     def images(steps):
         options = {"image_learning_rate": 1e39, "image_steps": steps, "net_epochs": 0}
-        return distilled(make_loop, rounds=1, **options)[1].state_dict()
+        return made_of(distilled(make_loop, rounds=1, **options)[1])
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserNotice)
@@ -231,8 +233,7 @@ def test_another_base_rule_is_refused(make_loop):
     "name", [name for name, kind in strategies.classes().items() if kind.role != "base" and kind.jobs]
 )
 def test_strategies_of_local_training_are_refused_in_any_order(name, make_loop):
-    options = {"two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2}}
-    (other,) = strategies.build({name: options.get(name)})
+    (other,) = strategies.build({name: OPTIONS.get(name)})
     strategy = Distillation(**SMALL)
     for parts in ([strategy, other], [other, strategy]):
         with pytest.raises(UserError, match=r"clients release gradients of classes.* Remove one of them") as caught:

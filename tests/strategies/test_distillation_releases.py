@@ -182,7 +182,7 @@ def test_the_noise_of_the_target_is_known(make_loop):
         strategy, _ = targeted(make_loop, 300.0, clip_norm=1.0, counts=counts)
         target, present = strategy.kept[0]
         assert present.all()
-        assert float(target.std()) == pytest.approx(strategy._target_noise_std, rel=0.12)
+        assert float(target.std()) == pytest.approx(strategy.noise_std, rel=0.12)
 
 
 def test_with_a_public_divisor_the_target_has_the_scale_of_a_class_mean(make_loop):
@@ -211,8 +211,8 @@ def test_a_draw_of_a_fixed_number_is_divided_by_that_number(drawn, make_loop):
     torch.testing.assert_close(strategy.kept[0][0], means, rtol=1e-3, atol=1e-5)
     strategy, _ = targeted(make_loop, 300.0, **clients)
     divisor = 4 * min(24, 3 * drawn)
-    assert strategy._target_noise_std == pytest.approx(3 * 2 * 1e3 * ENLARGED * 300.0 / divisor)
-    assert float(strategy.kept[0][0].std()) == pytest.approx(strategy._target_noise_std, rel=0.12)
+    assert strategy.noise_std == pytest.approx(3 * 2 * 1e3 * ENLARGED * 300.0 / divisor)
+    assert float(strategy.kept[0][0].std()) == pytest.approx(strategy.noise_std, rel=0.12)
 
 
 @NOTICE

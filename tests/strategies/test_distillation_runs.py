@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import PowerCut, cut_at, private
 from fakes import Absent
-from few_digits import NOTICE, SMALL, distilled, few, images_of
+from few_digits import NOTICE, SMALL, distilled, few, images_of, made_of
 
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.budgets import Budgets
@@ -34,7 +34,7 @@ def test_a_resumed_run_equals_the_unbroken_one(privacy, make_loop):
             broken.run(resume=round > 2)
         broken = again(output_dir=broken.output_dir)
     broken.run(resume=True)
-    ours, theirs = (loop.config.strategies[0].state_dict() for loop in (broken, unbroken))
+    ours, theirs = (made_of(loop.config.strategies[0]) for loop in (broken, unbroken))
     assert torch.equal(ours["images"], theirs["images"]) and torch.equal(ours["velocity"], theirs["velocity"])
     assert torch.equal(broken.state.models, unbroken.state.models) and ours["age"] == theirs["age"]
 

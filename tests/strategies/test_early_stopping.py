@@ -108,7 +108,7 @@ def test_what_cannot_decide_is_refused_before_anything_is_spent(make_loop):
         make_loop(population, parts=[SizeWeighted(), stopping()]).plan_schedule()
     loop = make_loop(parts=[SizeWeighted(), stopping(metric="auc")], options={"evaluation": {"metrics": ["auroc"]}})
     with pytest.raises(
-        UserError, match=r"`strategies.early_stopping.metric` must be one of loss.*Did you mean `auroc`"
+        UserError, match=r"`strategies.early_stopping.metric` must be one of accuracy.*Did you mean `auroc`"
     ):
         loop.plan_schedule()
 
@@ -116,10 +116,10 @@ def test_what_cannot_decide_is_refused_before_anything_is_spent(make_loop):
 @pytest.mark.parametrize(
     ("metric", "module", "message"),
     [
-        ("auroc", {}, r"be one of loss, accuracy, got 'auroc'. Name it: evaluation.metrics: \[auroc\]."),
+        ("auroc", {}, r"be one of accuracy, loss, got 'auroc'. Name it: evaluation.metrics: \[auroc\]."),
         ("auc", {}, r"got 'auc'. Did you mean `auroc`\? Other scores are named by evaluation.metrics."),
-        ("auroc1", {"metrics": ["auroc"]}, "be one of loss, accuracy, auroc, got 'auroc1'. Did you mean `auroc`"),
-        ("accuracy", {"task": "regression"}, "be one of loss, mae, r2, got 'accuracy'"),
+        ("auroc1", {"metrics": ["auroc"]}, "be one of auroc, accuracy, loss, got 'auroc1'. Did you mean `auroc`"),
+        ("accuracy", {"task": "regression"}, "be one of mae, r2, loss, got 'accuracy'"),
     ],
 )
 def test_a_metric_that_is_not_measured_is_refused_before_anything_is_spent(metric, module, message, make_loop):

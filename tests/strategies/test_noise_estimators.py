@@ -1,5 +1,6 @@
 """Noise estimators on updates whose noise is known, and that knowledge itself against the paper's tables."""
 
+import itertools
 import math
 
 import numpy as np
@@ -12,7 +13,7 @@ from noisy_updates import excess, noisy_updates, total_variation, update_noise_v
 from dpfl_lightning.papers.robust_hdp.noise_estimators import (
     ESTIMATORS,
     EstimatorOptions,
-    chosen_rows,
+    blocks_of,
     estimate,
 )
 from dpfl_lightning.papers.robust_hdp.noise_weights import weights
@@ -141,12 +142,32 @@ def test_a_zero_update_takes_nearly_all_the_weight(name):
 
 
 @pytest.mark.parametrize("row_choice", ["random", "head"])
-@pytest.mark.parametrize(("num_params", "rows", "size"), [(300, 40, 40), (300, None, 300), (30, 40, 30)])
-def test_as_many_different_parameters_are_read_as_there_are(num_params, rows, size, row_choice):
-    options = EstimatorOptions(rows=rows, row_choice=row_choice)
-    chosen, again = (torch.arange(num_params)[chosen_rows(num_params, options)].tolist() for _ in range(2))
-    assert chosen == again == sorted(set(chosen)) and len(chosen) == size
-    assert row_choice == "random" or chosen == list(range(size))
+@pytest.mark.parametrize("blocks", [1, 3, None])
+@pytest.mark.parametrize(("num_params", "rows", "size"), [(300, 40, 40), (300, None, 300), (30, 40, 30), (80, 40, 40)])
+def test_as_many_blocks_of_different_parameters_are_read_as_there_are(num_params, rows, size, blocks, row_choice):
+    options = EstimatorOptions(rows=rows, blocks=blocks, row_choice=row_choice)
+    found, again = (
+        [torch.arange(num_params)[block].tolist() for block in blocks_of(num_params, options)] for _ in range(2)
+    )
+    assert found == again and all(block == sorted(block) and len(block) == size for block in found)
+    assert len(found) == min(blocks or 99, num_params // size)
+    assert len({*itertools.chain(*found)}) == size * len(found), "no parameter twice"
+    assert row_choice == "random" or found[0] == list(range(size))
+
+
+def test_blocks_are_those_of_the_paper():
+    """Section 3.6: M_1 = M[0 : p'], ..., M_Q = M[p - p' : p], Q = floor(p / p'); the estimate is their mean."""
+    options = EstimatorOptions(rows=200_000, blocks=None, row_choice="head")
+    blocks = blocks_of(11_181_642, options)  # ResNet-18
+    assert len(blocks) == 55 and blocks[1] == slice(200_000, 400_000) and blocks[-1].stop == 11_181_642
+    assert blocks[-1].start - blocks[-2].stop == 181_642, "which no block reads"
+    deltas = some_updates(params=1003)
+    parts = [deltas[:, :500], deltas[:, 503:]]
+    expected = sum(noise_var_of(part, "rpca", rows=None) for part in parts) * 1003 / 500 / 2
+    for blocks, several in ((None, expected), (1, noise_var_of(parts[0], "rpca", rows=None) * 1003 / 500)):
+        found = estimate(deltas, EstimatorOptions(rows=500, blocks=blocks, row_choice="head"))
+        torch.testing.assert_close(found.noise_var, several)
+        assert found.diagnostics["converged"] == 1
 
 
 # ---- the truth

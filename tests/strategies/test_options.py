@@ -133,6 +133,7 @@ EXCLUDED = [
     ("ifca", "selection_rounds", 3, "not be set with", {"selection": "exponential"}),
     ("ifca", "loss_bound", 1.0, "not be set with", {"selection": "paper_argmin"}),
     ("distillation", "row_weights", "noise_aware", "equal unless", {"matching": "mse"}),
+    ("distillation", "row_weights", "noise_aware", "equal unless aggregation is sum", {"aggregation": "median"}),
 ]
 
 

@@ -49,6 +49,17 @@ def test_a_bound_that_no_weights_can_meet_is_refused(make_loop):
         many(make_loop, 5, [RobustHdp(max_weight=0.1)]).run()
 
 
+@pytest.mark.parametrize("option", [{"rows": 100}, {"blocks": None}, {"row_choice": "head"}])
+def test_blocks_of_robust_pca_reach_it_and_no_other_estimator(option, view):
+    options = {"rows": 20, "blocks": 2} | option
+    deltas = some_deltas()
+    expected = weights(estimate(deltas, EstimatorOptions("rpca", **options)).noise_var)
+    torch.testing.assert_close(RobustHdp("rpca", **options).weigh(updates_of(deltas), view), expected)
+    name = next(iter(option))
+    with pytest.raises(UserError, match=rf"robust_hdp.{name}` must be left out with estimator hetero_pca"):
+        RobustHdp(**option)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "estimated"),

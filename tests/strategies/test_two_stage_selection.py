@@ -1,5 +1,7 @@
 """Two stages: reports planned and charged, budgets split and then spent to the last, quotas that follow from losses."""
 
+import dataclasses
+import math
 from collections import Counter
 
 import numpy as np
@@ -23,12 +25,12 @@ from dpfl_lightning.federated.messages.query import ChargedQuery, MeanLoss
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.papers.selection.two_stage_selection import FILTER, TwoStageSelection
+from dpfl_lightning.papers.selection.two_stages_as_printed import TwoStagesAsPrinted
 from dpfl_lightning.privacy.accounting.events import SelectionEvent
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection
-from experiments.papers.selection.two_stages import PaperTwoStages
 
 ROUNDS, WARMUP = 12, 4
 
@@ -43,7 +45,7 @@ def two_stages(kind=TwoStageSelection, **more) -> TwoStageSelection:
 
 
 @pytest.mark.parametrize(
-    "accountant, kind", [("pld", TwoStageSelection), ("rdp", PaperTwoStages), ("laplace", TwoStageSelection)]
+    "accountant, kind", [("pld", TwoStageSelection), ("rdp", TwoStagesAsPrinted), ("laplace", TwoStageSelection)]
 )
 def test_budgets_are_spent_in_two_stages_and_never_exceeded(accountant, kind, make_loop):
     laplace = accountant == "laplace"
@@ -84,7 +86,7 @@ def test_budgets_are_spent_in_two_stages_and_never_exceeded(accountant, kind, ma
 @pytest.mark.parametrize("laplace", [False, True], ids=["gaussian", "laplace"])
 def test_each_participation_is_split_between_update_and_losses(laplace, make_loop):
     """Two reports have the share w of each participation: of epsilon (Laplace), or of mu^2 (Gaussian)."""
-    share, strategy = 0.2, two_stages(PaperTwoStages, loss_share=0.2)
+    share, strategy = 0.2, two_stages(TwoStagesAsPrinted, loss_share=0.2)
     loop = federation(make_loop, strategy, laplace=laplace)
     loop.plan_schedule()
     for client, quota in enumerate(strategy._quota):
@@ -94,7 +96,84 @@ def test_each_participation_is_split_between_update_and_losses(laplace, make_loo
             assert 2 * (update / report) ** power == pytest.approx(share / (1 - share), rel=1e-6)
 
 
-@pytest.mark.parametrize("clients, kind", [((), PaperTwoStages), ((6,), TwoStageSelection)])
+@pytest.mark.parametrize("laplace", [False, True], ids=["gaussian", "laplace"])
+def test_the_printed_budget_of_a_participation_is_a_share_of_epsilon_and_of_delta(laplace, make_loop):
+    """Algorithm 2, lines 3 and 5, in both stages; with Gaussian noise it costs several times the exact noise."""
+    share, loops = 0.2, {}
+    for calibration in ("exact", "linear"):
+        strategy = two_stages(TwoStagesAsPrinted, loss_share=share, calibration=calibration)
+        loops[calibration] = federation(make_loop, strategy, laplace=laplace)
+        loops[calibration].plan_schedule()
+    power = 1 if laplace else 2
+    for exact, linear in zip(*(loop.schedule.clients for loop in loops.values()), strict=True):
+        count = linear.count_of("train")
+        assert count == exact.count_of("train")
+        if not count:
+            continue
+        event = linear.planned[0].event
+        of_one = event.with_noise(event.noise_multiplier * (1 - share) ** (1 / power))
+        epsilon = loops["linear"].config.accountant.epsilon([of_one], linear.delta / count)
+        assert epsilon == pytest.approx(linear.target_epsilon / count, rel=1e-3)
+        more = event.noise_multiplier / exact.noise_multiplier("train")
+        assert more == pytest.approx(1, rel=1e-3) if laplace or count == 1 else more > 1.2, count
+    loops["linear"].run()
+    assert_within_budgets(loops["linear"])
+    assert any(own.count_of("later_train") for own in loops["linear"].schedule.clients)
+
+
+def test_losses_of_a_noiseless_step_are_those_of_the_box_and_every_epsilon_is_infinite(make_loop):
+    """Algorithm 2, Loss: F_n(w - g), where g is the mean of the clipped gradients times the rate."""
+    asked = []
+
+    class Reads(TwoStagesAsPrinted):
+        def _second_losses(self, updates, view):
+            def ask(question):
+                asked.append((question, view.ask(question)))
+                return asked[-1][1]
+
+            return super()._second_losses(updates, dataclasses.replace(view, ask=ask))
+
+    strategy = two_stages(Reads, second_loss="noiseless_step")
+    loop = federation(make_loop, strategy)
+    loop.run()
+    assert len(asked) == WARMUP and all(len(found) == COHORT for _, found in asked)
+    for question, found in asked:
+        for client, loss in found.items():
+            params, rows = (
+                loop.module.unflatten(question.models[question.row_of[client]]),
+                loop.population.train_of[client],
+            )
+            x, y = loop.population.x[rows], loop.population.y[rows]
+            assert loss == pytest.approx(
+                after_own_step(
+                    loop.module.net, params, x, y, question.learning_rate_of[client], question.clip_norm_of[client]
+                ),
+                rel=1e-4,
+            )
+    reporting = {client for _, client, _ in strategy._after}
+    for client, guarantee in enumerate(loop.clients.budgets.guarantees()):
+        assert math.isinf(guarantee.epsilon) == (client in reporting)
+        assert client not in reporting or "a step without noise" in guarantee.words()
+    assert all(np.isfinite(loss) for _, _, loss in strategy._after)
+
+
+def after_own_step(net, params, x, y, learning_rate, clip_norm) -> float:
+    """The loss after a step along the mean of clipped gradients, record by record."""
+
+    def loss(params, x, y):
+        return torch.nn.functional.cross_entropy(torch.func.functional_call(net, params, (x,)), y)
+
+    sums = {name: torch.zeros_like(p) for name, p in params.items()}
+    for one, label in zip(x, y, strict=True):
+        grads = torch.func.grad(loss)(params, one[None], label[None])
+        norm = torch.cat([grad.flatten() for grad in grads.values()]).norm()
+        for name, grad in grads.items():
+            sums[name] += min(1.0, clip_norm / float(norm)) * grad
+    moved = {name: p - learning_rate / len(y) * sums[name] for name, p in params.items()}
+    return float(loss(moved, x, y))
+
+
+@pytest.mark.parametrize("clients, kind", [((), TwoStagesAsPrinted), ((6,), TwoStageSelection)])
 def test_a_run_says_if_its_reports_decide_nothing(kind, clients, make_loop):
     """All others are away in the first stage; then quotas are those of least noise."""
     away = dict.fromkeys(range(1, WARMUP + 1), tuple(set(range(COUNT)) - set(clients)))
@@ -223,7 +302,7 @@ def test_choices_of_models_fit_where_epsilons_are_pure(first, make_loop):
 @pytest.mark.parametrize("name", ["mr_mtl", "ifca"])
 def test_with_several_models_each_client_reports_the_loss_of_its_model(name, make_loop):
     (other,) = strategies.build({name: {"selection": "paper_argmin"} if name == "ifca" else None})
-    strategy = two_stages(PaperTwoStages)
+    strategy = two_stages(TwoStagesAsPrinted)
     loop = federation(make_loop, other, strategy)
     loop.run()
     assert len(loop.state.models) > 1 and len(strategy._reports) == COHORT * WARMUP

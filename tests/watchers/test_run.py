@@ -1,20 +1,28 @@
 """A run is shown the same while it goes on and from its files afterwards."""
 
 import dataclasses
+import fcntl
 import io
 import json
 import shutil
 
 import pytest
+import torch
 from conftest import blobs, break_off, private
 from rich.console import Console
+from torch import nn
 
+from dpfl_lightning import ClientModule
 from dpfl_lightning.commands.report import main as report
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.run import Run
+from dpfl_lightning.federated.server.curves import score_curves
+from dpfl_lightning.federated.server.run import Run, State
+from dpfl_lightning.federated.server.summary import headline_over_clients
+from dpfl_lightning.models.tasks import Measure
 from dpfl_lightning.reporting import terminal
+from dpfl_lightning.reporting.description import markdown
 from dpfl_lightning.reporting.guarantee_page import guarantee_page
 
 
@@ -35,7 +43,7 @@ def shown(run: Run) -> dict[str, object]:
     """Everything that a terminal and the page show of a run."""
     paper = Console(file=io.StringIO(), width=100)
     terminal.print_ended(run, paper)
-    columns = {name: column.cells() for name, column in terminal.plan_columns(run).items()}
+    columns = {column.heading: column.cells() for column in terminal.plan_columns(run)}
     return {
         "plan": terminal.plan_lines(run),
         "columns": columns,
@@ -120,3 +128,48 @@ def test_report_prints_how_runs_ended(make_loop, tmp_path, capsys):
     (search / "result.json").write_text(json.dumps({"format": 1, "trials": []}))
     assert report([str(search), "--text"]) == 2
     assert "`RUN` must be the folder of a run, or of its seeds, with --text" in capsys.readouterr().err
+
+
+def test_how_a_run_stands_is_said_once(make_loop):
+    loop = break_off(make_loop(rounds=4), 3)
+    folder, place = loop.output_dir, "after round 2 of 4"
+    about = json.loads((folder / "run.json").read_text())
+
+    def with_end(ended):
+        (folder / "run.json").write_text(json.dumps({**about, "ended": ended}))
+        run = Run.read(folder)
+        assert terminal.verdict_words(run) == run.ending and markdown(run).startswith(f"**{run.ending}.**")
+        return run.state, run.ending
+
+    stopped = {"state": "interrupted", "reason": "stopped by SIGTERM", "seconds": 1.0}
+    assert with_end(stopped) == (State.INTERRUPTED, f"Stopped {place}: stopped by SIGTERM")
+    assert with_end({**stopped, "state": "failed", "reason": "full"}) == (State.FAILED, f"Stopped {place}: full")
+    with (folder / "ledger.jsonl").open() as ledger:
+        fcntl.flock(ledger, fcntl.LOCK_EX)
+        assert with_end(None) == (State.RUNNING, "Running")
+    assert with_end(None) == (State.GONE, f"Stopped {place}: its process is gone")
+
+
+def test_the_headline_is_the_first_metric_whatever_it_is_called():
+    names = ["test_loss", "test_accuracy", "test_my_loss", "test_accuracy_at_5"]
+    order = ["my_loss", "accuracy_at_5", "accuracy", "loss"]
+    assert list(score_curves(names, order)) == order
+    measures = {"mae": Measure(higher_is_better=False), "loss": Measure(higher_is_better=False)}
+    clients = [{"accuracy": None, "loss": 1.0, "metrics": {"mae": value}} for value in (1.0, 3.0)]
+    found = headline_over_clients(clients, measures)
+    assert (found["headline"], found["headline_worst"], found["headline_gap"]) == ("mae", 3.0, 2.0)
+    coverage = {"coverage": Measure(None, target=0.9)}
+    found = headline_over_clients([{"metrics": {"coverage": value}} for value in (0.5, 0.9, 1.0)], coverage)
+    assert (found["headline_worst"], found["headline_gap"]) == (0.5, pytest.approx(0.4))
+
+
+def test_a_regression_has_a_worst_client(make_loop):
+    x = torch.randn(80, 4, generator=torch.Generator().manual_seed(0))
+    parts = zip(("oslo", "rome", "bern", "graz"), x.split(20), strict=True)
+    people = type(blobs()).from_datasets({name: (part, part[:, 0]) for name, part in parts}, held_out=0.25)
+    clients = ClientOptions(count=4, batch_size=10)
+    loop = make_loop(people, ClientModule(nn.Linear(4, 1), task="regression"), clients=clients, rounds=1)
+    result = loop.run()
+    run, worst = Run.read(loop.output_dir), max(row["metrics"]["mae"] for row in result.clients)
+    assert run.headline == result.headline == "mae" and run.worst_client == (run.worst_client.client, "mae", worst)
+    assert f"worst {worst:.4g} ({run.worst_client.client})" in markdown(run)

@@ -14,6 +14,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import (
     ChargedQuery,
     FeatureSums,
+    LossOfOwnStep,
     LowestLoss,
     MeanLoss,
     NoMechanism,
@@ -29,6 +30,8 @@ from dpfl_lightning.privacy.clipping.convolutions import channels_last
 from dpfl_lightning.privacy.clipping.inputs import Block, Inputs, take
 from dpfl_lightning.privacy.clipping.passes import FixedPasses
 from dpfl_lightning.privacy.clipping.reference import (
+    ClipRequest,
+    LoopClippedSum,
     Params,
     clip_factors,
     evaluating,
@@ -262,6 +265,15 @@ def _bin_of(query: ScoreCounts, client: int, module: ClientModule, x: Inputs, y:
 @plain_answer_of(LowestLoss)
 def _lowest_loss(query: LowestLoss, client: int, module: ClientModule, x: Inputs, y: Tensor) -> Tensor:
     return summed_losses(module, query.models, x, y).argmin()
+
+
+@plain_answer_of(LossOfOwnStep)
+def _loss_of_own_step(query: LossOfOwnStep, client: int, module: ClientModule, x: Inputs, y: Tensor) -> Tensor:
+    model, count = query.models[query.row_of[client]], max(len(y), 1)
+    clipped = LoopClippedSum(module.net, module.sample_loss)
+    sums, _ = clipped(module.unflatten(model), x, y, ClipRequest(query.clip_norm_of[client], query.clip_order))
+    moved = model - query.learning_rate_of[client] / count * sums[0].to(model)
+    return summed_losses(module, moved[None], x, y) / count
 
 
 def losses_at(module: ClientModule, models: Tensor, x: Inputs, y: Tensor) -> Tensor:

@@ -33,11 +33,12 @@ from dpfl_lightning.federated.client.metrics import (
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models import check_net
 from dpfl_lightning.models.model import taken_by
-from dpfl_lightning.models.tasks import CUSTOM, Task, described, other_tasks
+from dpfl_lightning.models.tasks import CUSTOM, Classification, Task, described, other_tasks
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.operations import SMALL_CROWD, crowd_of, operations_of
 from dpfl_lightning.privacy.clipping.reference import evaluating, scoring
-from dpfl_lightning.privacy.clipping.state import contents, large_tensors, tensors_restored
+from dpfl_lightning.privacy.clipping.restored import large_tensors, tensors_restored
+from dpfl_lightning.privacy.clipping.state import contents, names_of_changes
 from dpfl_lightning.privacy.clipping.trial_records import moved_parameters
 
 _RECORDS_OF_METRICS = 32  # random ones, with which metrics are tried
@@ -91,10 +92,15 @@ def check_fits(module: ClientModule, population: Population) -> None:
         with fixed_rng(module.device):
             output = module.output(module.named_trainable, x)
         task = module.infer_task(output, y, population.num_classes)
+        inferred = task.name
         if task.shifted is not None and module.named_task is None and _shifts_labels(module, x, y):
             task = task.shifted
-        if _gives_probabilities(module, task, population):
-            task = replace(task, probabilities=True)
+        if isinstance(task, Classification):
+            if _gives_probabilities(module, task, population):
+                task = replace(task, probabilities=True)
+        else:
+            of_classes = f"be left out for task {task.name}, whose outputs are no probabilities"
+            require(not module.probabilities, "probabilities", of_classes, module.probabilities)
         module.task = task
         if y.is_floating_point() and not task.real and task is not CUSTOM:
             y = (y > 0).to(y.dtype)
@@ -108,7 +114,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
     if module.named_task is None and task.note:
         module.task_advice = task.note
         if not module.users_loss:
-            module.task_advice += ". If labels are shifted already, name task language_modeling"
+            module.task_advice += f". If labels are shifted already, name task {inferred}"
     if isinstance(x, dict) and not module.users_loss and (left := x.keys() - {*taken_by(module.net, x)}) and len(x) > 1:
         warn_user(f"the model takes no argument {', '.join(sorted(left))}: these parts of the records are not used")
     if module.named_task is None and (others := other_tasks(task, *shapes)):
@@ -148,7 +154,7 @@ def _check_first_pass(module: ClientModule, x: Inputs) -> None:
         module.output(module.named_trainable, x)
         changed = restore()
     after = contents(module.net, large) if changed else before
-    noted = [name for name, value in after.items() if before.get(name) != value]
+    noted = names_of_changes(before, after)
     if changed and noted:
         raise UserError(
             f"`model` must keep nothing of its first pass, got another {', '.join(changed)} and {', '.join(noted)}. "
@@ -304,12 +310,14 @@ def _try_metrics(module: ClientModule, task: Task, population: Population, shape
     output, y = torch.randn(records, *shape, generator=generator), dummy_labels(population, records, generator)
     y = (y > 0).to(y.dtype) if y.is_floating_point() and task.takes_floats else y
     metrics.update(output.to(module.device), y.to(module.device))
-    metrics.values()
+    module.undefined_scores = tuple(name for name, value in metrics.values().items() if value is None)
     for name, error in metrics.failed.items():
         frame = users_frame(error)
         where = "" if frame is None else f" ({frame.filename}, line {frame.lineno})"
         got = f"from {name}: {in_one_line(error).rstrip('.')}{where}"
         raise UserError(f"`evaluation.metrics` must work on random outputs and labels, got {got}.") from error
+    for name in module.undefined_scores:
+        warn_user(f"metric {name} has no finite value on {records} random records: is that so for all records?")
 
 
 @contextmanager
@@ -326,7 +334,7 @@ def _users_errors(must: str, advice: str) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _gives_probabilities(module: ClientModule, task: Task, population: Population) -> bool:
+def _gives_probabilities(module: ClientModule, task: Classification, population: Population) -> bool:
     """Whether outputs stay in [0, 1] for random records and parameters of several sizes (classes: and sum to 1).
 
     Raises UserError if a default loss, which takes logits, gets them for labels of 0 and 1. Warns if cross entropy of

@@ -19,7 +19,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models.tasks import IGNORED
 from dpfl_lightning.privacy.clipping.inputs import Block, take
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, evaluating
-from dpfl_lightning.privacy.clipping.state import large_tensors, tensors_restored
+from dpfl_lightning.privacy.clipping.restored import large_tensors, tensors_restored
 
 
 @dataclass(frozen=True)

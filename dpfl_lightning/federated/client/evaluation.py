@@ -136,8 +136,8 @@ def of_constant(chosen: Mapping[str, Metric], task: Task, num_classes: int, y: T
 
     See `Task.best_constant`. Metrics without a baseline, such as calibration, are left out.
     """
-    chosen = {name: metric for name, metric in chosen.items() if metric.constant}
-    task = dataclasses.replace(task, probabilities=False)
+    chosen = {name: metric for name, metric in chosen.items() if metric.has_baseline}
+    task = task.of_logits()
     constant = task.best_constant(y, num_classes)
     metrics = Metrics(chosen, task, num_classes)
     hits = y.new_zeros(2, dtype=torch.float64)
@@ -145,7 +145,7 @@ def of_constant(chosen: Mapping[str, Metric], task: Task, num_classes: int, y: T
         output = constant.expand(len(part), *constant.shape).contiguous()
         metrics.update(output, part)
         hits += torch.stack(task.hits(output, part)).sum(dim=1)
-    exact = {name: metric.exact for name, metric in chosen.items() if metric.exact is not None}
+    exact = {name: metric.exact[task.constant] for name, metric in chosen.items() if task.constant in metric.exact}
     return {"accuracy": finite_or_none(float(hits[0] / hits[1])), **metrics.values(), **exact}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -22,14 +23,19 @@ from dpfl_lightning.federated.client.draws import fixed_rng, generator_states
 from dpfl_lightning.federated.client.lightning_hooks import ClientTrainer, replaced
 from dpfl_lightning.models.derivatives import Differentiating
 from dpfl_lightning.privacy.clipping.checked import dropout_layers
+from dpfl_lightning.privacy.clipping.fixed_draws import FixedDraws, begin_records
 from dpfl_lightning.privacy.clipping.independent import CheckedOperators
 from dpfl_lightning.privacy.clipping.inputs import PAIR, BatchForm, take
 from dpfl_lightning.privacy.clipping.reference import Params, evaluating
-from dpfl_lightning.privacy.clipping.state import Kept, tensors_restored
+from dpfl_lightning.privacy.clipping.restored import tensors_restored
+from dpfl_lightning.privacy.clipping.state import Kept
 from dpfl_lightning.privacy.clipping.stateless import call, further_names
 from dpfl_lightning.privacy.clipping.trial_records import moved_parameters
 from dpfl_lightning.privacy.clipping.watched import Watch
+from dpfl_lightning.runtime.dispatch import Rounding
 
+_WITHIN = 1e-3  # relative: losses that are equal
+_ROUNDINGS = 4  # rounding errors of results in bfloat16 or float16, of which more are allowed
 _FACTORS = (1.0, -1.0, 0.0, 1e-3, 10.0, 100.0, 1e4)  # of floating labels
 
 
@@ -81,9 +87,14 @@ class LightningLoss:
             return self._of_batch(params, x, y).reshape(1)
         if self.runs_under_vmap and not is_functorch_wrapped_tensor(y):
             of_one = partial(self._of_one, params)
+            begin_records(len(y))
             return vmap(of_one, randomness="different")(x, y)
         rows = (slice(row, row + 1) for row in range(len(y)))
-        return torch.cat([self.sample_loss(params, *take((x, y), row)) for row in rows])
+        return torch.cat([self._of_next(params, *take((x, y), row)) for row in rows])
+
+    def _of_next(self, params: Params, x: Any, y: Tensor) -> Tensor:
+        begin_records(1)
+        return self.sample_loss(params, x, y)
 
     def _of_one(self, params: Params, x: Any, y: Tensor) -> Tensor:
         return self._of_batch(params, take(x, None), y[None])
@@ -111,6 +122,9 @@ class LightningLoss:
             raise self._failed(params, x, y, error) from error
         if not _close(later, first):
             kept.require_same()
+            must = "give the same loss for the same batch and the same random numbers"
+            again = _drawn(y.device, of_first)[0]
+            require(_close(again, first), "training_step", must, "another one", "Look for what it keeps or updates.")
         advice = "A client draws its batches at random: remove what depends on it."
         require(_close(later, first), "training_step", "give the same loss for every batch_idx", "another one", advice)
         if not of_records:
@@ -126,9 +140,15 @@ class LightningLoss:
     def _is_of_records(self, params: Params, x: Any, y: Tensor) -> bool:
         """Whether the loss of a batch is the mean or the sum of those of its records.
 
-        One that draws random numbers cannot be compared with those of single records. Then half of the records has to
-        change it equally whatever the other half is, with the same draws, which Mixup fails.
+        All records draw the same random numbers. If a batch draws other ones, as one noise for weights, half of the
+        records has to change the loss equally whatever the other half is, with the same draws.
         """
+        with suppress(RuntimeError), Rounding() as rounding, FixedDraws():  # such as for one noise of a batch
+            begin_records(len(y))
+            of_batch, alone = self._of_batch(params, x, y), self.sample_loss(params, x, y)
+            within = max(_WITHIN, _ROUNDINGS * rounding.largest)
+            if any(_close(of_batch, total, within) for total in (alone.mean(), alone.sum())):
+                return True
 
         def drawn(chosen: Tensor) -> tuple[Tensor, list[object]]:
             return _drawn(y.device, partial(self._of_batch, params, *take((x, y), chosen)))
@@ -136,9 +156,8 @@ class LightningLoss:
         rows = torch.arange(len(y), device=y.device)
         others, upper = rows.roll(1), rows >= len(y) // 2
         both, states = drawn(rows)
-        if states == _drawn(y.device, lambda: None)[1]:
-            alone = self.sample_loss(params, x, y)
-            return any(_close(both, total) for total in (alone.mean(), alone.sum()))
+        if states == _drawn(y.device, lambda: None)[1]:  # it draws nothing
+            return False
         low, high, none = (drawn(one)[0] for one in (rows.where(upper, others), others.where(upper, rows), others))
         error, changes = (both - low - high + none).abs(), (both - low).abs() + (both - high).abs()
         rounding = 1e-5 * torch.stack([both, low, high, none]).abs().max()
@@ -246,8 +265,8 @@ def _drawn(device: torch.device, work: Callable[..., Any]) -> tuple[Any, list[ob
         return work(), generator_states(device)
 
 
-def _close(actual: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(actual, expected, rtol=1e-3, atol=1e-5, equal_nan=True)
+def _close(actual: Tensor, expected: Tensor, within: float = _WITHIN) -> bool:
+    return torch.allclose(actual, expected, rtol=within, atol=1e-5, equal_nan=True)
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

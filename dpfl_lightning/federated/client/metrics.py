@@ -6,7 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from dpfl_lightning.config.registry import users_frame
 from dpfl_lightning.errors import nearest, require
 from dpfl_lightning.models.tasks import (
     MEASURES,
+    PREDICTING_THE_MEAN,
     Binary,
     LanguageModeling,
     Measure,
@@ -68,8 +69,8 @@ class Metric:
         kind: takes `Task.metric_options`, `options` and the fields `of_task` of the task, and makes the metric.
         value: returns its number, NaN if the records do not define it.
         undefined: what they are then: completes "the records ...".
-        constant: the best constant prediction, in words; empty if the metric has no baseline.
-        exact: the score of that prediction by definition, without rounding errors; None if it is computed.
+        has_baseline: whether the task's best constant prediction has a score to compare with.
+        exact: the score by definition, without rounding errors, of the constants of tasks that are called so.
     """
 
     tasks: tuple[type[Task], ...]
@@ -78,8 +79,8 @@ class Metric:
     of_task: tuple[str, ...] = ()
     value: Callable[[TorchMetric], Tensor] = _mean
     undefined: str = "do not define it"
-    constant: str = "best constant"
-    exact: float | None = None
+    has_baseline: bool = True
+    exact: Mapping[str, float] = field(default_factory=dict)
 
     def create(self, task: Task, num: int) -> TorchMetric:
         """Return a new metric of torchmetrics for a task with K classes or labels. Only rank 0 evaluates."""
@@ -89,9 +90,10 @@ class Metric:
 
     def measure(self, task: Task | None = None) -> Measure:
         """Return which values are better; None is the first of the tasks."""
-        made = self.create(self.tasks[0]() if task is None else task, 2)
+        task = self.tasks[0]() if task is None else task
+        made = self.create(task, 2)
         target = made.quantile if isinstance(made, Coverage) else None
-        return Measure(bool(made.higher_is_better), target, self.constant)
+        return Measure(made.higher_is_better, target, task.constant if self.has_baseline else "")
 
 
 class Concordance(TorchMetric):
@@ -169,10 +171,9 @@ class Coverage(MeanOverNumbers):
 
 _CLASSES = (Binary, Multiclass, Multilabel)
 _PER_CLASS: dict[str, Any] = {"average": "none"}
-_OF_RANKS: dict[str, Any] = {"value": _mean_of_ranks, "undefined": "have one class", "constant": "chance"}
-_MACRO: dict[str, Any] = {"options": {"average": "macro"}, "constant": "majority class"}
-_OF_NUMBERS: dict[str, Any] = {"constant": "predicting the mean"}
-_OF_QUANTILE: dict[str, Any] = {"of_task": ("quantile",), "constant": "predicting the quantile"}
+_OF_RANKS: dict[str, Any] = {"value": _mean_of_ranks, "undefined": "have one class"}
+_MACRO: dict[str, Any] = {"options": {"average": "macro"}}
+_OF_QUANTILE: dict[str, Any] = {"of_task": ("quantile",)}
 #: name -> metric
 METRICS: dict[str, Metric] = {
     "auroc": Metric(_CLASSES, classes.AUROC, _PER_CLASS, **_OF_RANKS),
@@ -180,10 +181,10 @@ METRICS: dict[str, Metric] = {
     "f1": Metric(_CLASSES, classes.F1Score, **_MACRO),
     "precision": Metric(_CLASSES, classes.Precision, **_MACRO),
     "recall": Metric(_CLASSES, classes.Recall, **_MACRO),
-    "calibration_error": Metric((Binary, Multiclass), classes.CalibrationError, constant=""),
-    "mae": Metric((Regression,), numbers.MeanAbsoluteError, **_OF_NUMBERS),
-    "mse": Metric((Regression,), numbers.MeanSquaredError, **_OF_NUMBERS),
-    "rmse": Metric((Regression,), numbers.MeanSquaredError, {"squared": False}, **_OF_NUMBERS),
+    "calibration_error": Metric((Binary, Multiclass), classes.CalibrationError, has_baseline=False),
+    "mae": Metric((Regression,), numbers.MeanAbsoluteError),
+    "mse": Metric((Regression,), numbers.MeanSquaredError),
+    "rmse": Metric((Regression,), numbers.MeanSquaredError, {"squared": False}),
     "pinball": Metric((QuantileRegression,), Pinball, **_OF_QUANTILE),
     "coverage": Metric((QuantileRegression,), Coverage, **_OF_QUANTILE),
     "r2": Metric(
@@ -191,8 +192,7 @@ METRICS: dict[str, Metric] = {
         numbers.R2Score,
         value=_of_two_records,
         undefined="are fewer than two, or have one label",
-        exact=0.0,
-        **_OF_NUMBERS,
+        exact={PREDICTING_THE_MEAN: 0.0},
     ),
     "iou": Metric((Segmentation,), classes.JaccardIndex, **_MACRO),
     "dice": Metric((Segmentation,), classes.F1Score, **_MACRO),
@@ -200,9 +200,8 @@ METRICS: dict[str, Metric] = {
         (Survival,),
         Concordance,
         undefined="have no two of which it is known who had the event first",
-        constant="chance",
     ),
-    "perplexity": Metric((LanguageModeling,), Perplexity, constant="token shares"),
+    "perplexity": Metric((LanguageModeling,), Perplexity),
 }
 
 
@@ -217,9 +216,13 @@ def chosen_metrics(named: Mapping[str, Metric], task: Task) -> Mapping[str, Metr
 
 
 def measures_of(metrics: Mapping[str, Metric], task: Task) -> dict[str, Measure]:
-    """Return what is better of each score of a task, with these metrics."""
-    usual = {name: one for name, one in MEASURES.items() if task.has_accuracy or name != "accuracy"}
-    return {**usual, **{name: metric.measure(task) for name, metric in metrics.items()}}
+    """Return what is better of each score of a task, the one that stands for a model first: metrics, accuracy, loss."""
+    usual = {
+        name: replace(one, constant=one.constant and task.constant)
+        for name, one in MEASURES.items()
+        if task.has_accuracy or name != "accuracy"
+    }
+    return {**{name: metric.measure(task) for name, metric in metrics.items()}, **usual}
 
 
 def check_metrics(metrics: Mapping[str, Metric], task: Task) -> None:
@@ -240,7 +243,7 @@ class Metrics:
     def __init__(self, metrics: Mapping[str, Metric], task: Task, num_classes: int) -> None:
         self._task, self._num_classes, self._chosen = task, num_classes, metrics
         self._made: dict[str, TorchMetric] = {}
-        self._finite = True
+        self._finite, self._counted = True, False
         self.failed: dict[str, Exception] = {}
 
     def update(self, output: Tensor, y: Tensor) -> None:
@@ -249,6 +252,7 @@ class Metrics:
             return
         self._finite = self._finite and bool(output.isfinite().all())
         output, y = self._task.aligned(self._task.as_logits(output), y)
+        self._counted = self._counted or bool(self._task.counts(y).any())
         whole = self._task.takes_floats or not y.is_floating_point()
         scores, targets = self._task.for_metrics(output, y.long() if whole else y)
         for name in [name for name in self._chosen if name not in self.failed]:
@@ -261,7 +265,8 @@ class Metrics:
     def values(self) -> dict[str, float | None]:
         """Return the value of each metric; None if the set does not define it, or an output was not finite."""
         values: dict[str, float | None] = dict.fromkeys(self._chosen)
-        known = {name: one for name, one in self._made.items() if self._finite and name not in self.failed}
+        defined = self._finite and self._counted
+        known = {name: one for name, one in self._made.items() if defined and name not in self.failed}
         for name, metric in known.items():
             with self._kept_failure(name), _FILTERS, warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of classes without records, which are left out
@@ -276,6 +281,8 @@ class Metrics:
     def _why(self, name: str) -> str:
         if not self._finite:
             return "have outputs that are not finite"
+        if not self._counted:
+            return "have no label that counts"
         if (error := self.failed.get(name)) is not None:  # whose text may have values of records
             frame = users_frame(error)
             where = "" if frame is None else f" ({Path(frame.filename).name}, line {frame.lineno})"

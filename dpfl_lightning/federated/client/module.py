@@ -64,7 +64,7 @@ class LocalTask:
     def sum_of(self, params: Params, x: Inputs, y: Tensor, request: ClipRequest | None = None) -> Tensor:
         """The sum of the clipped gradients of `x [B, *X]`, `y [B]`, `[1, P]`, or what `request` asks for."""
         request = request or ClipRequest(self.mechanism.clip_norm, self.mechanism.clip_order)
-        sums, norms = self.clipped_sum(params, x, y, replace(request, expected=self.expected))
+        sums, norms = self.clipped_sum(params, x, y, replace(request, expected=self.expected, released=True))
         self.norms.append(norms)
         return sums
 
@@ -120,7 +120,8 @@ class ClientModule(Model, L.LightningModule):
             Lightning's forms. An epoch of the schedule is a round of the run, and a step is a local step.
         personal: names of the model's parameters that stay with each client.
         output: returns the outputs `[B, ...]` from what the model returns.
-        task: a key of `models.tasks.TASKS`, None to infer it from shapes and dtypes.
+        task: a key of `models.tasks.TASKS`, {"name": key, **options}, or a `Task` or its class; None to infer it from
+            shapes and dtypes.
         metrics: keys of `federated.client.metrics.METRICS`, or a `torchmetrics.Metric` of your own: its class path, its
             class, an object, or {name: class or object}. Empty for those of the task.
         probabilities: whether outputs are probabilities; None finds it out on random records if the loss is given.
@@ -140,7 +141,7 @@ class ClientModule(Model, L.LightningModule):
         optimizer: Callable[[list[Tensor]], Any] | None = None,
         personal: Sequence[str] = (),
         output: Callable[[Any], Tensor] | None = None,
-        task: str | Mapping[str, Any] | None = None,
+        task: str | Mapping[str, Any] | Task | type[Task] | None = None,
         metrics: Sequence[Any] = (),
         probabilities: bool | None = None,
         fix: bool = False,
@@ -375,9 +376,13 @@ class StepOptimizer:
         self._module, self._flat = module, flat
         self._whole = flat is not None and on_one_vector(self._configured.optimizer, module.trainable, flat)
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._configured.optimizer
+
     def step(self) -> None:
         """Take a step by the gradients of the parameters."""
-        self._schedule()
+        self.schedule()
         self._configured.optimizer.step()
         self._taken += 1
 
@@ -392,7 +397,8 @@ class StepOptimizer:
         self.step()
         self._flat.copy_(self._module.flat)
 
-    def _schedule(self) -> None:
+    def schedule(self) -> None:
+        """Set the learning rate of the next step."""
         if self._settings is None:
             return
         number = self._configured.steps_taken(self._round, self._steps, self._taken)

@@ -19,6 +19,7 @@ from dpfl_lightning.models.tasks import MEASURES, Task
 _KEY = "evaluation.metrics"
 _RENAME = "Choose another: {class_path: ..., name: ...} in YAML, {name: metric} in Python."
 _OF_SEARCHES = ("num_params", "seconds")  # names of other scores
+_OF_GUARANTEES = ("epsilon", "delta", "budget")
 
 
 def _only_number(metric: TorchMetric) -> Tensor:
@@ -97,6 +98,8 @@ def _own(key: str, given: Any) -> tuple[str, Metric]:
     require(fits, f"{key}.name", "have small letters, digits and underscores", name)
     taken = name in METRICS or name in MEASURES or name in _OF_SEARCHES
     require(not taken, f"{key}.name", "differ from the scores of the package", name, _RENAME)
+    must = f"differ from the words of a guarantee ({', '.join(_OF_GUARANTEES)})"
+    require(name not in _OF_GUARANTEES, f"{key}.name", must, name, _RENAME)
     return name, OwnMetric((Task,), type(given), value=_only_number, metric=given)
 
 

@@ -40,13 +40,15 @@ class Evaluation:
     """`test`: mean over clients of their models' scores on the test set. `clients`: scores on held-out records.
 
     Without a test set, `test` is the mean of `clients`. `baseline` has the accuracy and the metrics of the best
-    constant prediction on the records of `test`. `measures` say which values of a score are better.
+    constant prediction on the records of `test`. `measures` say which values of a score are better. `fairness` is of
+    simulations alone.
     """
 
     test: Score
     clients: tuple[Score, ...]
     baseline: Mapping[str, float | None] = field(default_factory=dict)
     measures: Mapping[str, Measure] = field(default_factory=dict)
+    fairness: Mapping[str, float] = field(default_factory=dict)
 
 
 def known_values(rows: Sequence[Mapping[str, float | None]]) -> dict[str, list[float]]:

@@ -139,6 +139,27 @@ class LowestLoss(Query):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LossOfOwnStep(Query):
+    """The mean loss of a client's records after its own clipped step from its row of `models` `[M, P]`, without noise.
+
+    `row_of`, `learning_rate_of` and `clip_norm_of` are by client; gradients are clipped in the norm of `clip_order`.
+
+    **Privacy** None (`NoMechanism`): the step depends on all records, and the loss has no bound.
+    """
+
+    any_unit: ClassVar[bool] = True
+    models: Tensor
+    row_of: Mapping[int, int]
+    learning_rate_of: Mapping[int, float]
+    clip_norm_of: Mapping[int, float]
+    clip_order: int
+    purpose: str = "loss_of_own_step"
+
+    def read(self, client: int, released: Tensor) -> float:
+        return float(released)
+
+
+@dataclass(frozen=True, kw_only=True)
 class MeanLoss(Query):
     """The mean loss of each client's records, clipped and noised.
 

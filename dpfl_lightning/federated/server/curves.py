@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -40,6 +40,7 @@ def of_round(report: RoundReport, facts: Facts) -> Round:
         **(on_test(report.test_accuracy, report.test_loss, report.test_metrics) if facts.test_set else {}),
         **{curve: value for found in over_all.values() for curve, value in found.items()},
         **of_groups(groups),
+        **{f"val_{name}": value for name, value in report.fairness.items()},
         **{f"train_{name}": value for name, value in report.metrics.items() if not isinstance(value, Tensor)},
         "train_participants": len(report.participants),
         "train_records_per_second": report.seconds and report.records / max(report.seconds, 1e-9),
@@ -63,6 +64,7 @@ def completed(rounds: Sequence[Round], result: RunResult) -> list[Round]:
         **(on_test(result.test_accuracy, result.test_loss, result.test_metrics) if result.test_set else {}),
         **{curve: value for name, column in clients.items() for curve, value in quantiles(name, column).items()},
         **of_groups(result.accuracy_of_groups),
+        **{f"val_{name}": value for name, value in result.fairness.items()},
         **{f"train_{name}": getattr(result, name) for name in _TIMES},
     }
     spent = _known(clients["train_epsilon"])  # of a run that may end by its results, more than its rounds have spent
@@ -84,6 +86,20 @@ def on_test(accuracy: float | None, loss: float | None, metrics: Values) -> dict
     return {"test_accuracy": accuracy, "test_loss": loss, **{f"test_{name}": value for name, value in metrics.items()}}
 
 
+def score_curves(names: Iterable[str], measures: Iterable[str]) -> dict[str, str]:
+    """Return score -> its curve: on the test set, else the mean over held-out records, in the order of `measures`.
+
+    The first one stands for the run.
+
+    >>> score_curves(["test_loss", "test_accuracy", "test_auroc", "val_accuracy_mean"], ["auroc", "accuracy", "loss"])
+    {'auroc': 'test_auroc', 'accuracy': 'test_accuracy', 'loss': 'test_loss'}
+    """
+    known = {*names}
+    test = {score: f"test_{score}" for score in measures}
+    found = test if known.intersection(test.values()) else {score: f"val_{score}_mean" for score in test}
+    return {score: curve for score, curve in found.items() if curve in known}
+
+
 def of_groups(accuracies: Mapping[str, float]) -> dict[str, float]:
     """Name the accuracies of `summary.accuracy_of_groups`.
 
@@ -94,7 +110,7 @@ def of_groups(accuracies: Mapping[str, float]) -> dict[str, float]:
 
 
 def quantiles(name: str, values: Sequence[float | None]) -> dict[str, float]:
-    """Return the smallest, median, mean and largest value over clients, for accuracies also the standard deviation.
+    """Return the smallest, median, mean and largest value over clients, for scores also the standard deviation.
 
     None and NaN are left out. An epsilon without a bound is infinite, and so is then the largest.
 
@@ -106,7 +122,7 @@ def quantiles(name: str, values: Sequence[float | None]) -> dict[str, float]:
     if not known.size:
         return {}
     found = {"min": known.min(), "median": np.median(known), "mean": known.mean(), "max": known.max()}
-    found |= {"std": known.std()} if name == "val_accuracy" else {}
+    found |= {"std": known.std()} if name.startswith("val_") else {}
     return {f"{name}_{key}": float(value) for key, value in found.items()}
 
 

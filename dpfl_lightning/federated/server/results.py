@@ -120,6 +120,7 @@ class RunInfo:
         ends_by_results: whether a strategy may end the run earlier.
         assumptions: what every epsilon of the run assumes, by name; of a run without a bound `guarantee` alone.
         account: what the run will cost together with others on the same records, in words; empty without an account.
+        measures: the scores of the model, the one that stands for it first.
     """
 
     output_dir: Path
@@ -144,6 +145,7 @@ class RunInfo:
     unit: str = "record"
     clients: PlannedClients | None = None
     assumptions: Mapping[str, str] = field(default_factory=dict)
+    measures: Mapping[str, Measure] = field(default_factory=dict)
 
     @property
     def has_noise(self) -> bool:
@@ -158,7 +160,8 @@ class RunInfo:
         clients = None if self.clients is None else self.clients.as_dict()
         seconds = finite_or_none(self.estimated_seconds)
         fields |= {"estimated_seconds": seconds, "source": self.source.name}
-        return {**fields, "accountant": accountant, "clients": clients}
+        measures = {name: dataclasses.asdict(one) for name, one in self.measures.items()}
+        return {**fields, "accountant": accountant, "clients": clients, "measures": measures}
 
     @classmethod
     def read(cls, content: Mapping[str, Any], folder: Path, options: Mapping[str, Any]) -> RunInfo:
@@ -169,6 +172,7 @@ class RunInfo:
             "accountant": get_accountant(**content["accountant"]),
             "source": SOURCES[content["source"]],
             "clients": None if clients is None else PlannedClients.read(clients),
+            "measures": {name: Measure(**one) for name, one in content["measures"].items()},
             **{name: tuple(content[name]) for name in ("strategies", "strategy_notes")},
         }
         return cls(**{**content, **known, "output_dir": folder, "options": options})
@@ -186,7 +190,7 @@ class RoundReport:
         epsilon_spent: of each of the N clients so far, rounded up.
         curves: the round as curves, by which it is shown.
         diagnostics: with `privacy.diagnostics` only, which gives up the guarantee.
-        metrics: see `summary.round_metrics`.
+        metrics: see `summary.round_metrics`; `fairness` are those of `evaluation.fairness`.
     """
 
     round: int
@@ -204,6 +208,7 @@ class RoundReport:
     diagnostics: Diagnostics | None = None
     metrics: Mapping[str, float | Tensor] = field(default_factory=dict)
     answered: tuple[int, ...] = ()
+    fairness: Mapping[str, float] = field(default_factory=dict)
     curves: history.Round = history.NO_ROUND
 
     @property
@@ -234,7 +239,10 @@ class RunResult:
         undefined: why a test metric is None, in words.
         test_tables: confusion and calibration on the test set, see `Score`, if clients share one classifier.
         test_metrics: metrics of the test set; `metrics_mean` is their mean over clients, on their held-out records.
-        accuracy_mean: over clients, on their held-out records; see `summary.accuracy_over_clients`.
+        headline: the score that stands for clients on their held-out records: the first metric, the accuracy or the
+            loss. Over clients it has a mean, a standard deviation, a worst value, and a gap from the best to the worst.
+        accuracy_mean: of the accuracy alone.
+        fairness: values of `evaluation.fairness`, in simulations alone.
         remarks: what strategies say of the finished run, in sentences.
         metrics: what strategies and the run report of the last round.
         interrupted: whether Ctrl-C or SIGTERM ended the run; not in `result.json`, which only finished runs have.
@@ -265,12 +273,15 @@ class RunResult:
     test_set: bool = True
     task: str = ""
     at_sites: bool = False
+    headline: str = ""
+    headline_mean: float | None = None
+    headline_std: float | None = None
+    headline_worst: float | None = None
+    headline_gap: float | None = None
     accuracy_mean: float | None = None
-    accuracy_std: float | None = None
-    accuracy_worst: float | None = None
-    accuracy_gap: float | None = None
     metrics_mean: Mapping[str, float | None] = field(default_factory=dict)
     accuracy_of_groups: Mapping[str, float] = field(default_factory=dict)
+    fairness: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float | list[float | None] | None] = field(default_factory=dict)
     client_embedding: ClientEmbedding | None = None
     remarks: Sequence[str] = ()

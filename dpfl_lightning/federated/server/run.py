@@ -6,14 +6,16 @@ import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpfl_lightning.config.reading import expecting, read_json, read_text
 from dpfl_lightning.config.yaml_text import parse_yaml
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.server import history
+from dpfl_lightning.federated.server.curves import score_curves
 from dpfl_lightning.federated.server.history import Round
 from dpfl_lightning.federated.server.results import (
     FORMAT,
@@ -24,12 +26,14 @@ from dpfl_lightning.federated.server.results import (
     RunResult,
     read_guarantees,
 )
+from dpfl_lightning.federated.server.scores import headline, scores_of
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
-from dpfl_lightning.runtime.files import write_json
+from dpfl_lightning.runtime.files import is_locked, write_json
 from dpfl_lightning.runtime.text import at_most, span
 
 FILE, FILE_FORMAT = "run.json", 1
+LEDGER = "ledger.jsonl"
 
 # of a client in a result
 _KEYS_OF_CLIENT = (
@@ -46,6 +50,24 @@ _KEYS_OF_CLIENT = (
 )
 
 
+class State(Enum):
+    """How a run stands: it goes on, was stopped by a user or a signal, lost its process, failed, or is complete."""
+
+    RUNNING = "running"
+    INTERRUPTED = "interrupted"
+    GONE = "gone"
+    FAILED = "failed"
+    FINISHED = "finished"
+
+
+class ClientScore(NamedTuple):
+    """A score of one client on its held-out records."""
+
+    client: str
+    score: str
+    value: float
+
+
 @dataclass(frozen=True)
 class Run:
     """A run for terminal, pages, trackers and reports, each of which is a function of it.
@@ -55,6 +77,7 @@ class Run:
         done: number of finished rounds.
         last: the latest finished round, None before it.
         result: None while the run is unfinished.
+        state: how it stands; see `ending`.
         reason: why a run ended that is unfinished.
         about: what `run.json` says besides; empty while the run goes on.
     """
@@ -63,6 +86,7 @@ class Run:
     done: int = 0
     last: Round | None = None
     result: RunResult | None = None
+    state: State = State.RUNNING
     reason: str = ""
     about: Mapping[str, Any] = field(default_factory=dict)
     stated: Sequence[Guarantee] = field(default=(), repr=False)
@@ -81,8 +105,9 @@ class Run:
     def ended(cls, view: View, result: RunResult) -> Run:
         """The run when it has ended, finished or not."""
         if not result.finished:
-            return cls(view.run, result.rounds, reason=result.reason)
-        return cls(view.run, result.rounds, result=result, stated=view.guarantees())
+            state = State.INTERRUPTED if result.interrupted else State.FAILED
+            return cls(view.run, result.rounds, state=state, reason=result.reason)
+        return cls(view.run, result.rounds, result=result, state=State.FINISHED, stated=view.guarantees())
 
     @classmethod
     def read(cls, folder: Path) -> Run:
@@ -101,6 +126,7 @@ class Run:
             done=(rounds[-1].round if rounds else 0) if result is None else result.rounds,
             last=rounds[-1] if rounds else None,
             result=result,
+            state=_state(folder, ended) if result is None else State.FINISHED,
             reason=str(ended.get("reason", "")) if result is None else "",
             about=about,
         )
@@ -110,6 +136,36 @@ class Run:
     @property
     def folder(self) -> Path:
         return self.info.output_dir
+
+    @property
+    def ending(self) -> str:
+        """How the run stands, in words."""
+        if self.result is not None:
+            return self.result.reason
+        if self.state is State.RUNNING:
+            return "Running"
+        why = "its process is gone" if self.state is State.GONE else self.reason
+        return f"Stopped after round {self.done} of {self.info.rounds}: {why}"
+
+    @property
+    def score_curves(self) -> dict[str, str]:
+        """Score -> its curve, of those that the run has measured, the one that stands for the run first."""
+        known = [name for one in self.rounds for name, value in one.values.items() if value is not None]
+        return score_curves(known, self.info.measures)
+
+    @property
+    def headline(self) -> str:
+        """The score that stands for the run; empty if it has none."""
+        return next(iter(self.score_curves), "") if self.result is None else headline([vars(self.result)])
+
+    @property
+    def worst_client(self) -> ClientScore | None:
+        """The client of a finished run with the worst score on held-out records; None if none is known."""
+        if self.result is None or self.result.headline_worst is None:
+            return None
+        name, worst = self.result.headline, self.result.headline_worst
+        client = next(row for row in self.result.clients if scores_of(row).get(name) == worst)
+        return ClientScore(str(client["name"]), name, worst)
 
     @cached_property
     def guarantees(self) -> Sequence[Guarantee]:
@@ -165,6 +221,13 @@ def read_result(folder: Path) -> RunResult | None:
         for row in result.clients:
             operator.itemgetter(*_KEYS_OF_CLIENT)(row)
         return result
+
+
+def _state(folder: Path, ended: Mapping[str, Any]) -> State:
+    """Return how an unfinished run stands: as it has written, or else by the lock that it holds on its ledger."""
+    if "state" in ended:
+        return State(ended["state"])
+    return State.RUNNING if is_locked(folder / LEDGER) else State.GONE
 
 
 def _guarantees(folder: Path) -> tuple[Guarantee, ...]:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from dpfl_lightning.federated.messages.evaluation import known_values
 from dpfl_lightning.models.tasks import MEASURES, Measure
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
-from dpfl_lightning.runtime.text import at_most
+from dpfl_lightning.privacy.accounting.noise_source import NoiseSource
+from dpfl_lightning.runtime.text import at_most, distinct
 
 Result = Mapping[str, Any]
 Rows = list[dict[str, str]]
@@ -21,8 +22,9 @@ _MOST_NAMES = 5  # of clients in a sentence
 
 
 class Column(NamedTuple):
-    """The values of a column of a table, None where there is none, and how they are shown."""
+    """A column of a table: its heading, its values, None where there is none, and how they are shown."""
 
+    heading: str
     values: Sequence[Any]
     text: Callable[[Any], str] = str
 
@@ -30,20 +32,22 @@ class Column(NamedTuple):
         return ["-" if value is None else self.text(value) for value in self.values]
 
 
-def rows_of(columns: Mapping[str, Column]) -> Rows:
-    """Return the rows of a table as text."""
-    cells = [column.cells() for column in columns.values()]
-    return [dict(zip(columns, row, strict=True)) for row in zip(*cells, strict=True)]
+def rows_of(columns: Sequence[Column]) -> Rows:
+    """Return the rows of a table as text. Equal headings are numbered, so that no column replaces another one."""
+    headings, cells = distinct([column.heading for column in columns]), [column.cells() for column in columns]
+    return [dict(zip(headings, row, strict=True)) for row in zip(*cells, strict=True)]
 
 
-def summarised(columns: Mapping[str, Column]) -> Rows:
+def summarised(columns: Sequence[Column]) -> Rows:
     """Return the smallest, median and largest value of each column of numbers, separately."""
-    kept = {name: [one for one in column.values if one is not None] for name, column in columns.items()}
-    numbers = {name: known for name, known in kept.items() if known and not isinstance(known[0], str)}
-    rows = []
-    for word, pick in (("smallest", min), ("median", statistics.median_low), ("largest", max)):
-        rows.append({"": word, **{name: columns[name].text(pick(known)) for name, known in numbers.items()}})
-    return rows
+    kept = [(column, [one for one in column.values if one is not None]) for column in columns]
+    numbers = [(column, known) for column, known in kept if known and not isinstance(known[0], str)]
+    words = ("smallest", "median", "largest")
+    picked = [
+        Column(column.heading, [pick(known) for pick in (min, statistics.median_low, max)], column.text)
+        for column, known in numbers
+    ]
+    return rows_of([Column("", words), *picked])
 
 
 # ---- single scores
@@ -76,14 +80,18 @@ def formatted(name: str, value: float | None) -> str:
     return "undefined" if value is None else f"{value:.2%}" if name == "accuracy" else f"{value:.4g}"
 
 
-def spread(name: str, values: Sequence[float]) -> str:
+def spread(name: str, values: Sequence[float], seeds: int | None = None) -> str:
     """Format the mean of a score, and its standard deviation if values differ; undefined without values.
 
-    >>> spread("accuracy", [0.5]), spread("mae", [1.0, 2.0])
-    ('50.00%', '1.5 \N{PLUS-MINUS SIGN} 0.7071')
+    Of fewer values than `seeds` it says how many seeds define the score.
+
+    >>> spread("accuracy", [0.5]), spread("mae", [1.0, 2.0]), spread("f1", [0.5], 2)
+    ('50.00%', '1.5 \N{PLUS-MINUS SIGN} 0.7071', '0.5 (1 of 2 seeds)')
     """
     mean = formatted(name, statistics.fmean(values) if values else None)
-    return mean if len(set(values)) < 2 else f"{mean} \N{PLUS-MINUS SIGN} {formatted(name, statistics.stdev(values))}"
+    deviation = f" \N{PLUS-MINUS SIGN} {formatted(name, statistics.stdev(values))}" if len(set(values)) > 1 else ""
+    defined = f" ({len(values)} of {seeds} seeds)" if values and seeds is not None and len(values) < seeds else ""
+    return f"{mean}{deviation}{defined}"
 
 
 def listed(scores: Mapping[str, float | None]) -> str:
@@ -97,9 +105,14 @@ def bound(epsilon: float | None) -> str:
 
 
 def stated(guarantee: Guarantee) -> str:
-    """Format an epsilon with its delta and unit."""
+    """Format an epsilon with its delta and unit, and with the badge of a simulation."""
     known = f" at delta {at_most(guarantee.delta)} per {guarantee.unit}"
-    return bound(guarantee.epsilon) + known * math.isfinite(guarantee.epsilon)
+    return badged(bound(guarantee.epsilon) + known * math.isfinite(guarantee.epsilon), guarantee.source)
+
+
+def badged(epsilon: str, source: NoiseSource) -> str:
+    """Return an epsilon in words with what every mention of it must carry."""
+    return f"{epsilon} ({source.badge})" if source.badge else epsilon
 
 
 def number(epsilon: float | None) -> float:
@@ -111,8 +124,25 @@ def number(epsilon: float | None) -> float:
 
 
 def headline(results: Sequence[Result]) -> str:
-    """Return the name of the score that stands for results, empty if they have none."""
-    return next((name for result in results for name in scores_of(result, "test_")), "")
+    """Return the name of the score that stands for results: the first one that one of them defines."""
+    return _first([scores_of(result, "test_") for result in results])
+
+
+def client_scores(results: Sequence[Result]) -> tuple[str, list[list[float]]]:
+    """Return the one score that stands for clients on held-out records, and its values in each result.
+
+    A result that does not define the score has no values of it. The name is empty if no score is known.
+    """
+    rows = [[scores_of(client) for client in result["clients"]] for result in results]
+    name = _first([one for of_result in rows for one in of_result])
+    values = [[value for one in of_result if (value := one.get(name)) is not None] for of_result in rows]
+    return (name, values) if any(values) else ("", values)
+
+
+def _first(rows: Sequence[Mapping[str, float | None]]) -> str:
+    """Return the first score that has a value, or else the first one; empty without scores."""
+    known = known_values(rows)
+    return next((name for name, values in known.items() if values), next(iter(known), ""))
 
 
 def with_baseline(result: Result) -> str:
@@ -159,7 +189,7 @@ def remarks(results: Sequence[Result]) -> list[str]:
             for metric, words in (client.get("undefined") or {}).items():
                 sentence = f"{metric}: the held-out records of {{}} {words}."
                 undefined.setdefault(sentence, {})[str(client["name"])] = None
-    if any(main_scores(result)[1] for result in results):
+    if client_scores(results)[0]:
         sentences.append("Scores of clients on held-out records are shown by simulations only: real sites keep theirs.")
     return sentences + [sentence.format(_listed(list(clients))) for sentence, clients in undefined.items()]
 
@@ -185,9 +215,9 @@ def score_cells(results: Sequence[Result]) -> dict[str, str]:
     held_out = bool(results) and not any(one["test_set"] for one in results)
     cells: dict[str, str] = {}
     for score, values in known_values([scores_of(one, "test_") for one in results]).items():
-        cells[title(score, held_out)] = spread(score, values)
+        cells[title(score, held_out)] = spread(score, values, len(results))
         if score == name and baselines.get(score):
-            cells[f"baseline of {title(score, held_out)}"] = spread(score, baselines[score])
+            cells[f"baseline of {title(score, held_out)}"] = spread(score, baselines[score], len(results))
     return cells
 
 
@@ -207,30 +237,34 @@ def aligned(rows: Rows) -> Rows:
     return [{name: row.get(name, "") for name in columns} for row in rows]
 
 
-def client_columns(results: Sequence[Result]) -> dict[str, Column]:
-    """Return the columns of the table of clients; over seeds, the largest epsilon and the mean of each score."""
+def client_columns(results: Sequence[Result], planned: bool = True) -> list[Column]:
+    """Return the columns of the table of clients; over seeds, the largest epsilon and the mean of each score.
+
+    Without those of the table of `planned` clients that are fixed before a run: numbers of units, and delta.
+    """
     clients = list(zip(*(result["clients"] for result in results), strict=False))  # of each client, a row for each seed
     first = [rows[0] for rows in clients]
     spent = [max(number(row["epsilon_spent"]) for row in rows) for rows in clients]
-    private = {
-        "noise multiplier": Column([row["noise_multiplier"] for row in first], "{:.5g}".format),
-        "epsilon spent": Column(spent, bound),
-        "budget": Column([number(row["epsilon_budget"]) for row in first], bound),
-        "delta": Column([row["delta"] for row in first], at_most),
-    }
-    return {
-        "client": Column([str(row["name"]) for row in first]),
-        f"{results[0]['guarantee'].unit}s": Column([row["num_records"] for row in first], "{:,}".format),
-        "batch size": Column([row["batch_size"] for row in first], "{:,}".format),
-        **(private if any(row["noise_multiplier"] for row in first) else {}),
-        **score_columns(clients),
-        **_released_columns(results),
-    }
+    units = Column(f"{results[0]['guarantee'].unit}s", [row["num_records"] for row in first], "{:,}".format)
+    private = [
+        Column("noise multiplier", [row["noise_multiplier"] for row in first], "{:.5g}".format),
+        Column("epsilon spent", spent, bound),
+        Column("budget", [number(row["epsilon_budget"]) for row in first], bound),
+        *([Column("delta", [row["delta"] for row in first], at_most)] if planned else []),
+    ]
+    return [
+        Column("client", [str(row["name"]) for row in first]),
+        *([units] if planned else []),
+        Column("batch size", [row["batch_size"] for row in first], "{:,}".format),
+        *(private if any(row["noise_multiplier"] for row in first) else []),
+        *score_columns(clients),
+        *_released_columns(results),
+    ]
 
 
-def _released_columns(results: Sequence[Result]) -> dict[str, Column]:
+def _released_columns(results: Sequence[Result]) -> list[Column]:
     """Return the columns of scores that clients have released with noise: the mean over seeds, and the noise of one."""
-    columns: dict[str, Column] = {}
+    columns: list[Column] = []
     metrics = [result.get("metrics") or {} for result in results]
     for curve in metrics[0]:
         name = curve.removeprefix("released_")
@@ -244,19 +278,12 @@ def _released_columns(results: Sequence[Result]) -> dict[str, Column]:
             else f"{formatted(name, statistics.fmean(known))} \N{PLUS-MINUS SIGN} {formatted(name, std)}"
             for known, std in zip(values, noise, strict=True)
         ]
-        columns[f"{name.replace('_', ' ')} released"] = Column(rows)
+        columns.append(Column(f"{name.replace('_', ' ')} released", rows))
     return columns
 
 
-def score_columns(clients: Sequence[Sequence[Result]]) -> dict[str, Column]:
+def score_columns(clients: Sequence[Sequence[Result]]) -> list[Column]:
     """Return the columns of the scores of clients, each with a row for each seed."""
     known = [known_values([scores_of(row) for row in rows]) for rows in clients]
     names = dict.fromkeys(name for of_client in known for name, values in of_client.items() if values)
-    return {name: Column([one.get(name) or None for one in known], partial(spread, name)) for name in names}
-
-
-def main_scores(result: Result) -> tuple[str, list[float]]:
-    """Return the headline of the clients' scores on held-out records and its values; "" if none is known."""
-    every = [scores_of(client) for client in result["clients"]]
-    name = next((name for one in every for name, value in one.items() if value is not None), "")
-    return name, [value for one in every if (value := one.get(name)) is not None]
+    return [Column(name, [one.get(name) or None for one in known], partial(spread, name)) for name in names]

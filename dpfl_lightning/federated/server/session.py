@@ -436,6 +436,7 @@ class RunSession:
             replans=config.replans,
             ends_by_results=config.ends_by_results,
             unit=str(config.facts.unit),
+            measures=dict(self.model.scores),
         )
 
     def _describe_plan(self) -> None:
@@ -474,6 +475,7 @@ class RunSession:
             diagnostics=self.clients.diagnostics(),
             metrics=self.totals.metrics,
             answered=tuple(sorted(self.traffic.answered)),
+            fairness={} if scores is None else dict(scores.fairness),
             **_on_test(scores),
         )
         return dataclasses.replace(report, curves=of_round(report, self.config.facts))
@@ -490,6 +492,7 @@ class RunSession:
         finished, totals, config, info = final_models is not None, self.totals, self.config, self.info
         scores, groups = self.evaluated.get(self.state.round), true_groups(config.facts)
         accuracies = [] if scores is None else [score.accuracy for score in scores.clients]
+        rows = self._client_rows(guarantees, scores, self.state if final_models is None else final_models)
         view, shown = self.view(self.state), float if info.exact_times else rounded_up_duration
         return RunResult(
             output_dir=str(config.output_dir),
@@ -507,7 +510,7 @@ class RunSession:
             task=info.task,
             test_set=config.facts.test_set,
             at_sites=config.facts.at_sites,
-            clients=self._client_rows(guarantees, scores, self.state if final_models is None else final_models),
+            clients=rows,
             metrics=summary.for_json(totals.metrics),
             client_embedding=sole_answer(config.strategies, "client_embedding", view) if finished else None,
             remarks=tuple(words for one in config.strategies if finished for words in answer_of(one, "remarks", view)),
@@ -517,7 +520,9 @@ class RunSession:
             undefined={} if scores is None else dict(scores.test.undefined),
             test_tables={} if scores is None else dict(scores.test.tables),
             accuracy_of_groups=accuracy_of_groups(accuracies, groups),
-            **summary.accuracy_over_clients(accuracies),
+            fairness={} if scores is None else dict(scores.fairness),
+            accuracy_mean=mean_metrics({"accuracy": one} for one in accuracies).get("accuracy"),
+            **summary.headline_over_clients(rows, info.measures),
             **_on_test(scores),
             metrics_mean=mean_metrics([] if scores is None else [score.metrics for score in scores.clients]),
         )

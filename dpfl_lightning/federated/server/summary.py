@@ -14,8 +14,10 @@ from torch import Tensor
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.server.callback import answer_of
+from dpfl_lightning.federated.server.scores import client_scores
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.models.tasks import Measure
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 
 #: what `clustering` returns
@@ -75,17 +77,23 @@ def for_json(metrics: Mapping[str, float | Tensor]) -> dict[str, float | list[fl
     }
 
 
-def accuracy_over_clients(accuracies: Sequence[float | None]) -> dict[str, Any]:
-    """Mean, population standard deviation, worst, and best - worst of the clients' accuracies.
+def headline_over_clients(clients: Sequence[Mapping[str, Any]], measures: Mapping[str, Measure]) -> dict[str, Any]:
+    """Summarise the score that stands for the rows of `clients` in a result.
 
-    >>> accuracy_over_clients([0.5, None, 0.75])
-    {'accuracy_mean': 0.625, 'accuracy_std': 0.125, 'accuracy_worst': 0.5, 'accuracy_gap': 0.25}
+    >>> headline_over_clients([{"accuracy": value} for value in (0.5, None, 0.75)], {"accuracy": Measure()})
+    {'headline': 'accuracy', 'headline_mean': 0.625, 'headline_std': 0.125, 'headline_worst': 0.5, 'headline_gap': 0.25}
     """
-    known = [accuracy for accuracy in accuracies if accuracy is not None]
+    name, (known,) = client_scores([{"clients": clients}])
     if not known:
         return {}
-    worst, gap = min(known), max(known) - min(known)
-    return dict(accuracy_mean=fmean(known), accuracy_std=pstdev(known), accuracy_worst=worst, accuracy_gap=gap)
+    measure = measures.get(name, Measure())
+    return {
+        "headline": name,
+        "headline_mean": fmean(known),
+        "headline_std": pstdev(known),
+        "headline_worst": measure.worst(known),
+        "headline_gap": measure.gap(known),
+    }
 
 
 def true_groups(facts: Facts) -> tuple[int, ...] | None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -19,11 +19,10 @@ from dpfl_lightning.papers.clustered.model_selection import ModelSelection, Posi
 class Ifca(GroupingStrategy):
     """f-CDPFL (IFCA): each client trains that of M models with its lowest loss; aggregation is within each group.
 
-    It suits clients of several kinds whose number is known. The M models are independent random initialisations, on
-    which the result depends strongly: the clients may concentrate on few of them. Name the strategy after those that
-    select clients; otherwise clients that are not selected are asked, too. A client that has not chosen yet uses a
-    model drawn from the public seed, with equally many clients for each model. A model that no client trains is not
-    changed.
+    It suits clients of several kinds whose number is known. The result depends strongly on the M initial models: the
+    clients may concentrate on few of them. Name the strategy after those that select clients; otherwise clients that
+    are not selected are asked, too. A client that has not chosen yet uses a model drawn from the public seed, with
+    equally many clients for each model. A model that no client trains is not changed.
 
     Args:
         num_clusters: M; 1 is the aggregation rule alone.
@@ -32,6 +31,8 @@ class Ifca(GroupingStrategy):
         selection_epsilon: bounded range of one choice with noise; null is 0.03 of each client's budget.
         selection_rounds: number of rounds with choices for `exponential_frozen`; null is a tenth of the run's.
         loss_bound: losses of choices with noise are clipped to [0, loss_bound]; null is 2 log(classes).
+        init: `distinct`: M independent random models. `random_assignment`, of the papers' code: copies of one model, of
+            which each client trains a random one in the first round, without a choice.
 
     **Privacy** Choices are planned, noised, charged and solved together with the training. Choices of `paper_argmin`
     have no noise and make every epsilon infinite.
@@ -45,6 +46,7 @@ class Ifca(GroupingStrategy):
     selection_epsilon: Positive | None = None
     selection_rounds: Annotated[int, Interval(ge=1)] | None = None
     loss_bound: Positive | None = None
+    init: Literal["distinct", "random_assignment"] = "distinct"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,6 +61,9 @@ class Ifca(GroupingStrategy):
     def initialise(self, state: ServerState, view: View) -> ServerState:
         count = self.num_clusters
         of_models, of_clients = np.random.SeedSequence(view.seed).spawn(2)
+        if self.init == "random_assignment":
+            drawn = np.random.default_rng(of_clients).integers(count, size=view.facts.num_clients)
+            return dataclasses.replace(state, models=state.models[:1].repeat(count, 1), model_of=tuple(drawn.tolist()))
         others = [view.new_model(seed) for seed in of_models.generate_state(count)[1:].tolist()]
         models = torch.stack([state.models[0], *others])
         drawn = np.random.default_rng(of_clients).permutation(view.facts.num_clients) % count

@@ -1,8 +1,8 @@
 """Data distillation: the server learns a small synthetic set from class gradients, and trains models on it.
 
-Wang and Wang (2024), https://arxiv.org/abs/2410.08665, Algorithm 1 "DistDD" with eq. 7. The paper's own choices where
-they differ (sums of clients' means, one initialisation, the median, noise on means) are in
-`experiments/papers/distillation/printed.py` of the repository.
+Wang and Wang (2024), https://arxiv.org/abs/2410.08665, Algorithm 1 "DistDD" with eq. 7. Their other choices are in
+files beside this one: `centres` has the median and eq. 3, `distillation_as_printed` eqs. 10, 27 and 41, and
+`local_distillation` their baseline.
 """
 
 # Step of Algorithm 1                                          Here
@@ -10,7 +10,7 @@ they differ (sums of clients' means, one initialisation, the median, noise on me
 #   draw delta I participants I', send theta_t to them         `_cohort`, `plan_round`
 #   g_{t,c,i} = grad L(theta_t; B_c), eqs. 1-2                 the clients' job `ClassGradients`
 #   clip to C, add noise sigma C, eqs. 8-10                    the job's `Mechanism`, one release for all classes
-#   G_{t,c} = sum_i g_{t,c,i}, eq. 3                           `weigh` and the loop's weighted sum, `_target`
+#   G_{t,c} = sum_i g_{t,c,i}, eq. 3                           `weigh` and the weighted sum, or `combine`; `_target`
 #   gradient on B_c^S, D(G_{t,c}, .), eqs. 4-5                 `Matching.slope` with `distances`
 #   S_c <- opt-alg_S(D, steps, eta_S), eq. 6                   `_move_images`, `Matching.step`
 #   theta_{t+1} <- opt-alg_theta(L^S), eq. 7 (not line 20)     `step`: `trained_on`, or a new initialisation
@@ -30,6 +30,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Annotated, Any, Literal
 
 import torch
@@ -45,6 +46,7 @@ from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.models.augmentation import OPERATIONS, ClassAugmentation
 from dpfl_lightning.papers.distillation import costs
+from dpfl_lightning.papers.distillation.centres import CENTRES, class_centres
 from dpfl_lightning.papers.distillation.gradient_matching import (
     Matching,
     SyntheticSet,
@@ -52,7 +54,7 @@ from dpfl_lightning.papers.distillation.gradient_matching import (
     noise_aware_rows,
     num_rows,
 )
-from dpfl_lightning.papers.distillation.sets import Count, SetStrategy
+from dpfl_lightning.papers.distillation.sets import Count, Records, SetStrategy
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.mechanism import Mechanism
@@ -69,6 +71,14 @@ COUNTS = 2  # additional columns of a block without noise: records drawn, and re
 _LOOPS = {1: (1, 1), 10: (10, 50), 20: (20, 25), 30: (30, 20), 40: (40, 15), 50: (50, 10)}
 
 _Rate = Annotated[float, Interval(gt=0, lt=math.inf)]
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What the server knows of a round's combined release: the records that a weight of 1 stands for, and its noise."""
+
+    records: float = 0.0
+    noise_std: float = 0.0
 
 
 @dataclass
@@ -93,6 +103,11 @@ class Distillation(SetStrategy):
             about images_per_class. A run warns if it is not below the number of rounds.
         net_epochs: epochs on the set after a round; null is the condensation paper's number.
         net_learning_rate: learning rate of the model's SGD.
+        aggregation: what becomes of the clients' gradients of a class. `sum` is over all drawn records. In the others
+            each client counts once, by its mean gradient: `client_means`, `sum_of_client_means` (the paper's eq. 3),
+            and against wrong labels `median` (the paper's defence) and `trimmed_mean`. With noise a mean is over the
+            public number of records, so a client without the class counts, too, with noise alone.
+        trimmed_share: share of the clients that `trimmed_mean` drops at each end.
         participation_fraction: fraction of the clients that is drawn in every round; no privacy amplification is
             claimed for it.
         sampling: `full` (all records of a client), `poisson` (with its batch_size), or `fixed` (`records_per_class`
@@ -118,6 +133,8 @@ class Distillation(SetStrategy):
     reinit_every: Annotated[int, Interval(ge=0)] | None = None
     net_epochs: Annotated[int, Interval(ge=0)] | None = None
     net_learning_rate: _Rate = 0.01
+    aggregation: Literal["sum", "client_means", "sum_of_client_means", "median", "trimmed_mean"] = "sum"
+    trimmed_share: Annotated[float, Interval(ge=0, lt=0.5)] = 0.2
     participation_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0
     sampling: Literal["full", "poisson", "fixed"] | None = None
     records_per_class: Count = 256
@@ -130,6 +147,9 @@ class Distillation(SetStrategy):
         super().__post_init__()
         must, given = "be equal unless matching is layerwise_cosine", self.row_weights
         require(self.matching == "layerwise_cosine" or given == "equal", self._key("row_weights"), must, given)
+        self._centre = CENTRES.get(self.aggregation)
+        must = "be equal unless aggregation is sum"
+        require(self._centre is None or given == "equal", self._key("row_weights"), must, given)
         every, epochs = loops(self.images_per_class)
         self._reinit_every = every if self.reinit_every is None else self.reinit_every
         epochs = epochs if self.net_epochs is None else self.net_epochs
@@ -137,10 +157,10 @@ class Distillation(SetStrategy):
         self._between = Training(epochs, self.net_learning_rate, augmentations=self._augmentations)
         self._private = True
         self._matching: Matching | None = None
-        self._set: SyntheticSet | None = None
-        self._age = 0  # rounds since the model was initialised
+        self._made: dict[int, SyntheticSet] = {}  # row of the server's models -> its set
+        self._ages: dict[int, int] = {}  # rounds since the model was initialised
         self._taken: list[int] = []  # number of rounds in which each client has taken part
-        self._target_noise_std = self._records_of_sum = 0.0  # of the round
+        self._heard: dict[int, Heard] = {}  # row -> what the round's target is made of
         self._metrics: dict[str, float] = {}
 
     # -- the plan
@@ -154,13 +174,13 @@ class Distillation(SetStrategy):
         if bare:
             whose = f" from {bare} of {len(schedule.clients)} clients" if self._private else ""
             warn_user(
-                f"strategy distillation: gradients of single classes are sent without noise{whose}. Records can be "
-                "reconstructed from them more easily than from a usual update. Set privacy.epsilon unless this is a "
-                "study."
+                f"strategy {self.config_name}: gradients of single classes are sent without noise{whose}. Records can "
+                "be reconstructed from them more easily than from a usual update. Set privacy.epsilon unless this is "
+                "a study."
             )
         if 1 < schedule.rounds <= self._reinit_every:
             warn_user(
-                f"strategy distillation: {self._key('reinit_every')} is {self._reinit_every}, not below the "
+                f"strategy {self.config_name}: {self._key('reinit_every')} is {self._reinit_every}, not below the "
                 f"{schedule.rounds} rounds, so the set is made with one model alone. Set a smaller number."
             )
         self._taken = [0] * view.facts.num_clients
@@ -257,20 +277,51 @@ class Distillation(SetStrategy):
 
     # -- the target
 
+    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
+        return self._centre is not None
+
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
-        """Weigh each release by its divisor: every drawn record has the same weight."""
-        return torch.tensor(divisors(updates), dtype=torch.float64)
+        """Weigh each release by its divisor, so that every drawn record counts alike, or every client for a centre."""
+        clients_alike = [1.0] * len(updates.clients)
+        return torch.tensor(divisors(updates) if self._centre is None else clients_alike, dtype=torch.float64)
+
+    def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor | None:
+        """Return the centre of the clients' class means, divided as the sum would be; None for the sum."""
+        if self._centre is None:
+            return None
+        self._check_models(weights)
+        self._heard = {0: Heard()}
+        counting = (weights[0] > 0).to(updates.released.device)
+        sent = updates.released[counting]  # [C, G, d], all divided by the public numbers of records
+        if self._private:
+            held = torch.ones(sent.shape[:2], dtype=torch.bool, device=sent.device)
+            return class_centres(self._centre, sent, held, self.trimmed_share)[None]
+        divisor = torch.tensor(divisors(updates), dtype=torch.float64).to(sent)[counting]
+        numbers = (sent[..., -COUNTS:] * divisor[:, None, None]).round()  # [C, G, 2]
+        drawn = numbers[..., 0]
+        means = sent[..., :-COUNTS] * (divisor[:, None] / drawn.clamp_min(1.0))[..., None]
+        centres = class_centres(self._centre, means, drawn > 0, self.trimmed_share)
+        records, sums = float(divisor.sum()), centres * drawn.sum(dim=0)[:, None]
+        self._heard = {0: Heard(records)}
+        return (torch.cat([sums, numbers.sum(dim=0)], dim=1) / records)[None]
 
     def scale(self, combined: Tensor, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
-        """Note how many records the sum is of, and the standard deviation of its noise; the sum stays as it is."""
-        must = "not be combined with strategies that create several models"
-        require(len(weights) == 1, f"strategies.{self.config_name}", must, f"{len(weights)} models")
-        self._records_of_sum = _records_of_sum(weights[0].cpu(), torch.tensor(divisors(updates), dtype=torch.float64))
+        """Note how many records a sum is of, and the standard deviation of its noise; sums stay as they are."""
+        self._check_models(weights)
+        divisor = torch.tensor(divisors(updates), dtype=torch.float64)
         noise_std = torch.tensor(updates.noise_std, dtype=torch.float64)
-        self._target_noise_std = float((weights[0] * noise_std).square().sum().sqrt()) * view.facts.num_classes
+        self._heard = {}
+        for row, own in enumerate(weights.cpu()):
+            if own.any():
+                noise = float((own * noise_std).square().sum().sqrt()) * view.facts.num_classes
+                self._heard[row] = Heard(_records_of_sum(own, divisor), noise)
         return combined
 
-    def _target(self, combined: Tensor) -> tuple[Tensor, Tensor]:
+    def _check_models(self, weights: Tensor) -> None:
+        must = "not be combined with strategies that create several models"
+        require(len(weights) == 1, f"strategies.{self.config_name}", must, f"{len(weights)} models")
+
+    def _target(self, combined: Tensor, heard: Heard) -> tuple[Tensor, Tensor]:
         """Return each class's mean gradient `[num_classes, d]`, and which classes have one, `[num_classes]` bool.
 
         If clients add noise, the mean is over a public number of records.
@@ -278,76 +329,102 @@ class Distillation(SetStrategy):
         if self._private:
             return combined * len(combined), torch.ones(len(combined), dtype=torch.bool, device=combined.device)
         records = combined[:, -COUNTS]
-        present = (records * self._records_of_sum).round() >= self.min_records_per_target
+        present = (records * heard.records).round() >= self.min_records_per_target
         return combined[:, :-COUNTS] / records.clamp_min(torch.finfo(records.dtype).tiny)[:, None], present
 
     # -- the server's work
 
     def step(self, state: ServerState, combined: Tensor, view: View) -> ServerState:
-        target, present = self._target(combined[0])
-        params = view.module.unflatten(state.models[0])
+        models, reports = state.models.clone(), []
+        for row, heard in self._heard.items():
+            models[row], report = self._one_step(row, state.models[row], combined[row], heard, view)
+            reports.append(report)
+        names = dict.fromkeys(name for report in reports for name in report)
+        self._metrics = {name: fmean(one[name] for one in reports if name in one) for name in names}
+        return dataclasses.replace(state, models=models)
+
+    def _one_step(
+        self, row: int, theta: Tensor, combined: Tensor, heard: Heard, view: View
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Move the images of a model towards its target `[G, d]`; return the next model, and metrics."""
+        target, present = self._target(combined, heard)
+        params = view.module.unflatten(theta)
         names = self._names(view)
         sizes = [params[name].numel() for name in names]
         by_class = {
             name: part.view(-1, *params[name].shape)
             for name, part in zip(names, target.split(sizes, dim=1), strict=True)
         }
-        before = self._move_images(params, by_class, present, view)
-        reinitialised = self._age + 1 == self._reinit_every
-        self._metrics = {
+        before = self._move_images(row, params, by_class, present, heard, view)
+        age = self._ages.get(row, 0) + 1
+        reinitialised = age == self._reinit_every
+        self._ages[row] = 0 if reinitialised else age
+        report = {
             "matching_loss": float(before[present].sum()),
             "classes_left_out": float((~present).sum()),
             "net_reinitialised": float(reinitialised),
         }
         if self.matching == "layerwise_cosine" and bool(present.any()):
-            self._metrics["matching_loss_per_row"] = float(before[present].mean()) / num_rows(_shapes(view))
-        self._age = 0 if reinitialised else self._age + 1
-        theta = state.models[0]
+            report["matching_loss_per_row"] = float(before[present].mean()) / num_rows(_shapes(view))
+        numbers = (view.round, *self._numbers(row))
         if reinitialised:
-            theta = view.new_model(torch_seed(public_generator(view.seed, "initialisation", view.round)))
-        else:
-            seed = torch_seed(public_generator(view.seed, "net", view.round))
-            theta = trained_on(view.module, theta, self._synthetic(view).records, self._between, seed)
-        return dataclasses.replace(state, models=theta[None])
+            return view.new_model(torch_seed(public_generator(view.seed, "initialisation", *numbers))), report
+        seed = torch_seed(public_generator(view.seed, "net", *numbers))
+        return trained_on(view.module, theta, self._synthetic(view, row).records, self._between, seed), report
 
     def _move_images(
-        self, params: Mapping[str, Tensor], target: Mapping[str, Tensor], present: Tensor, view: View
+        self,
+        row: int,
+        params: Mapping[str, Tensor],
+        target: Mapping[str, Tensor],
+        present: Tensor,
+        heard: Heard,
+        view: View,
     ) -> Tensor:
         """Move the images by some steps towards one target; return the distances `[num_classes]` before them.
 
         A step to images that are not finite is not taken, and ends the steps, because the next one would be the same.
         """
         matching = dataclasses.replace(self._matching_of(view), augment=self._augmentation(view))
-        noise_aware = self.row_weights == "noise_aware"
-        rows = noise_aware_rows(target, self._target_noise_std) if noise_aware else None
+        rows = noise_aware_rows(target, heard.noise_std) if self.row_weights == "noise_aware" else None
         distances = []
         for _ in range(self.image_steps):
-            moved, before = matching.step(self._synthetic(view), params, target, present, rows)
+            moved, before = matching.step(self._synthetic(view, row), params, target, present, rows)
             distances.append(before)
             if not moved.is_finite:
                 warn_user(
-                    f"strategy distillation: in round {view.round} the new images were not finite, so this step was "
-                    f"skipped. Set a smaller {self._key('image_learning_rate')}."
+                    f"strategy {self.config_name}: in round {view.round} the new images were not finite, so this step "
+                    f"was skipped. Set a smaller {self._key('image_learning_rate')}."
                 )
                 break
-            self._set = moved
+            self._made[row] = moved
         return distances[0]
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         return self._metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._set is None else {**vars(self._set), "age": self._age, "taken": list(self._taken)}
+        made = {row: {**vars(one), "age": self._ages.get(row, 0)} for row, one in self._made.items()}
+        return {"made": made, "taken": list(self._taken)} if made else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
-            self._set = SyntheticSet(state["images"], state["velocity"])
-            self._age, self._taken = state["age"], list(state["taken"])
+            self._made = {row: SyntheticSet(one["images"], one["velocity"]) for row, one in state["made"].items()}
+            self._ages = {row: one["age"] for row, one in state["made"].items()}
+            self._taken = list(state["taken"])
 
-    def _synthetic(self, view: View) -> SyntheticSet:
-        if self._set is None:
-            self._set = self._of_noise(view)
-        return self._set
+    def _synthetic(self, view: View, row: int = 0) -> SyntheticSet:
+        """Return the set of a model as it is now."""
+        if row not in self._made:
+            self._made[row] = self._of_noise(view, *self._numbers(row))
+        return self._made[row]
+
+    def _numbers(self, row: int) -> tuple[int, ...]:
+        """Return what tells the public randomness of a model apart from that of other models."""
+        return ()
+
+    def _records(self, view: View) -> Records:
+        return self._synthetic(view).records
 
     def _matching_of(self, view: View) -> Matching:
         if self._matching is None:

@@ -19,7 +19,7 @@ from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.models.features import COUNT_WEIGHT, part_weight, record_features
 from dpfl_lightning.papers.distillation import costs
 from dpfl_lightning.papers.distillation.gradient_matching import SyntheticSet
-from dpfl_lightning.papers.distillation.sets import Count, SetStrategy
+from dpfl_lightning.papers.distillation.sets import Count, Records, SetStrategy
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.clipping.reference import evaluating
@@ -175,6 +175,9 @@ class FeatureMeans(SetStrategy):
         if self._set is None:  # after the round and its checkpoint, so a crash here loses no release
             self._set = self._matched(*self._released, view)
         return self._set
+
+    def _records(self, view: View) -> Records:
+        return self._synthetic(view).records
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         if self._released is None:

@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar
 
 import torch
 from annotated_types import Interval
+from torch import Tensor
 
 from dpfl_lightning.algorithms.server_training import Training, public_generator, torch_seed, trained_on
 from dpfl_lightning.config.typed import options_of
@@ -20,6 +21,7 @@ from dpfl_lightning.papers.sets.distilled_set import DATA_CARD, DistilledSet
 from dpfl_lightning.runtime.files import write_text
 
 Count = Annotated[int, Interval(ge=1)]
+Records = tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -53,24 +55,31 @@ class SetStrategy(Strategy, Callback):
         how = Training(
             self.evaluation_epochs, momentum=0.9, weight_decay=5e-4, decayed=True, augmentations=self._augmentations
         )
-        model = trained_on(view.module, view.new_model(init), self._synthetic(view).records, how, order)
-        return ClientModels(model[None], (0,) * view.facts.num_clients)
+        start, sets = view.new_model(init), self._training_sets(view)
+        models = torch.stack([trained_on(view.module, start, records, how, order) for records in sets])
+        one_for_all = (0,) * view.facts.num_clients
+        return ClientModels(models, one_for_all if len(sets) == 1 else tuple(range(len(sets))))
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         if result.finished:
             options = {name: getattr(self, name) for name in options_of(type(self))}
-            x, y = (one.cpu() for one in self._synthetic(view).records)
+            x, y = (one.cpu() for one in self._records(view))
             made = DistilledSet(x, y, card(view, result, self.what, options, self._sampling))
             made.save(view.run.output_dir, f"strategies.{self.config_name}")
             write_text(view.run.output_dir / DATA_CARD, data_card(made, view.run.options))
 
-    def _synthetic(self, view: View) -> SyntheticSet:
-        """Return the set as it is now."""
+    def _records(self, view: View) -> Records:
+        """Return the set as it is now: images `[n, *X]` and labels `[n]`."""
         raise NotImplementedError
 
-    def _of_noise(self, view: View) -> SyntheticSet:
+    def _training_sets(self, view: View) -> list[Records]:
+        """Return what final models are trained on: one set for all clients, or one for each client."""
+        return [self._records(view)]
+
+    def _of_noise(self, view: View, *numbers: int) -> SyntheticSet:
+        """Return the images to begin with; further `numbers` give other ones."""
         facts, like = view.facts, view.module.flat
-        generator = torch.Generator().manual_seed(torch_seed(public_generator(view.seed, "images")))
+        generator = torch.Generator().manual_seed(torch_seed(public_generator(view.seed, "images", *numbers)))
         start = SyntheticSet.of_noise(facts.num_classes, self.images_per_class, facts.input_shape, generator)
         return start.to(like.device, like.dtype)
 

@@ -23,15 +23,18 @@ class EstimatorOptions:
 
     Args:
         name: one of `ESTIMATORS`, or `oracle` (the true variances of a simulation).
-        rows: number of parameters that are read, >= 1; None takes all. All have the same noise, so some suffice, with a
-            relative error of a variance of about `sqrt(2 / rows)`.
-        row_choice: `random` draws the parameters once from a public seed; `head` takes the first ones (as in the
-            paper), which are those of the first layers, whose signal is not typical.
+        rows: number of parameters that robust PCA reads together, >= 1 (p' of the paper); None takes all. All have the
+            same noise, so some suffice, with a relative error of a variance of about `sqrt(2 / rows)`.
+        blocks: number of such blocks, over which variances are averaged, >= 1, as far as there are so many (Q of the
+            paper); None takes all.
+        row_choice: `random` draws the parameters once from a public seed; `head` takes them in order (as in the paper):
+            the first ones are those of the first layers, whose signal is not typical.
         rank: number of directions that clients share, >= 1, as far as C clients can show them.
     """
 
     name: str = "rpca"
     rows: int | None = 200_000
+    blocks: int | None = 1
     row_choice: str = "random"
     rank: int = 1
 
@@ -83,7 +86,7 @@ def estimate_by_group(
     `models` are the rows of each model. Models that are judged together show at least one direction each. `truth`
     `[C]` holds the true variances, for the estimator `oracle`.
     """
-    noise_var, diagnostics = torch.zeros(len(deltas), dtype=torch.float64), dict[str, list[float]]()
+    noise_var, diagnostics = torch.zeros(len(deltas), dtype=torch.float64), list[Mapping[str, float]]()
     groups = judged_groups(models, len(deltas))
     together = len(models) if len(groups) == 1 else 1
     options = dataclasses.replace(options, rank=max(options.rank, together))
@@ -91,10 +94,14 @@ def estimate_by_group(
         group_deltas = deltas if len(rows) == len(deltas) else deltas[rows]
         group_estimate = estimate(group_deltas, options, None if truth is None else truth[rows])
         noise_var[rows] = group_estimate.noise_var
-        for key, value in group_estimate.diagnostics.items():
-            diagnostics.setdefault(key, []).append(value)
-    worst = {key: (min if key == "converged" else max)(values) for key, values in diagnostics.items()}
-    return Estimate(noise_var, worst)
+        diagnostics.append(group_estimate.diagnostics)
+    return Estimate(noise_var, _worst(diagnostics))
+
+
+def _worst(diagnostics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    keys = dict.fromkeys(key for one in diagnostics for key in one)
+    values = {key: [one[key] for one in diagnostics if key in one] for key in keys}
+    return {key: (min if key == "converged" else max)(found) for key, found in values.items()}
 
 
 def judged_groups(models: Sequence[Sequence[int]], num_clients: int) -> list[list[int]]:
@@ -135,11 +142,15 @@ def _hetero_pca(deltas: Tensor, options: EstimatorOptions) -> Estimate:
 
 
 def _rpca(deltas: Tensor, options: EstimatorOptions) -> Estimate:
-    """Return `|S_i|^2` of principal component pursuit of some parameters, times P / rows."""
-    block = deltas[:, chosen_rows(deltas.shape[1], options)]
-    split = robust_pca(block)
-    diagnostics = {key: float(getattr(split, key)) for key in _DIAGNOSTICS}
-    return Estimate(split.noise_var * (deltas.shape[1] / block.shape[1]), diagnostics)
+    """Return `|S_i|^2` of principal component pursuit of some parameters, times P / rows: the mean over the blocks."""
+    noise_var, diagnostics = torch.zeros(len(deltas), dtype=torch.float64), list[Mapping[str, float]]()
+    blocks = blocks_of(deltas.shape[1], options)
+    for columns in blocks:
+        block = deltas[:, columns]
+        split = robust_pca(block)
+        noise_var += split.noise_var * (deltas.shape[1] / block.shape[1] / len(blocks))
+        diagnostics.append({key: float(getattr(split, key)) for key in _DIAGNOSTICS})
+    return Estimate(noise_var, _worst(diagnostics))
 
 
 #: name -> `estimator(deltas, options)`
@@ -151,13 +162,19 @@ ESTIMATORS: dict[str, Callable[[Tensor, EstimatorOptions], Estimate]] = {
 }
 
 
-def chosen_rows(num_params: int, options: EstimatorOptions) -> slice | Tensor:
-    """Return the parameters that `rpca` reads.
+def blocks_of(num_params: int, options: EstimatorOptions) -> list[slice] | list[Tensor]:
+    """Return the parameters of each block that `rpca` reads; with `head` the last of all blocks are the last ones.
 
-    >>> chosen_rows(10, EstimatorOptions(rows=4, row_choice="head"))
-    slice(0, 4, None)
+    Reference: Malekmohammadi et al. (2024), section 3.6.
+
+    >>> blocks_of(10, EstimatorOptions(rows=4, row_choice="head", blocks=None))
+    [slice(0, 4, None), slice(6, 10, None)]
     """
     rows = min(options.rows or num_params, num_params)
+    most = num_params // rows
+    count = min(options.blocks or most, most)
     if rows == num_params or options.row_choice == "head":
-        return slice(0, rows)
-    return torch.from_numpy(np.sort(np.random.default_rng(0).choice(num_params, rows, replace=False)))
+        firsts = [*range(0, (most - 1) * rows, rows), num_params - rows]
+        return [slice(first, first + rows) for first in firsts[:count]]
+    drawn = np.random.default_rng(0).choice(num_params, (count, rows), replace=False)
+    return [torch.from_numpy(np.sort(block)) for block in drawn]

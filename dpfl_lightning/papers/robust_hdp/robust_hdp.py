@@ -14,7 +14,8 @@
 | S^e, n, E        | `updates.clients`, `view.facts.num_clients`, `view.run.rounds`            |
 | b_i, N_i, z_i, c | of each client's `Mechanism`: batch, records, noise multiplier, clip norm |
 | K_i              | `updates.steps`                                                           |
-| L, S             | `Split.low_rank`, `Split.sparse`, of `EstimatorOptions.rows` parameters   |
+| L, S             | `Split.low_rank`, `Split.sparse`, of each of `blocks_of`                  |
+| p', Q            | `rows`, and how many `blocks` of them there are: `num_params // rows`     |
 | lambda, mu       | in `robust_pca`: 1 / sqrt(max(n, p)), and by `PcpSettings.mu_scale`       |
 """
 
@@ -38,6 +39,7 @@ from dpfl_lightning.papers.robust_hdp.noise_estimators import EstimatorOptions, 
 from dpfl_lightning.papers.robust_hdp.noise_weights import weights
 from dpfl_lightning.privacy.mechanism import Mechanism
 
+_OF_RPCA = ("rows", "blocks", "row_choice")
 _FEW = 3.0  # effective number of clients below which the user is warned
 
 
@@ -69,8 +71,9 @@ class RobustHdp(Strategy):
         max_weight: upper bound on a client's weight, at least 1 / clients. It is the only bound on the influence of a
             client that sends an update near zero; 0.5 is a safe value. It is exact if no other strategy changes the
             weights.
-        row_choice: `rpca` reads 200,000 parameters: `random` (from a public seed) or `head` (the first ones, as in the
-            paper).
+        rows: number of parameters that `rpca` reads together (p' of the paper); null takes all.
+        blocks: number of such blocks over which variances are averaged (Q of the paper); null takes all that there are.
+        row_choice: `rpca` reads parameters at `random` (from a public seed), or from the `head` on, as in the paper.
 
     **Privacy** Post-processing of released updates; nothing is charged.
 
@@ -82,13 +85,20 @@ class RobustHdp(Strategy):
     reestimate_every: Annotated[int, Interval(ge=0)] | Literal["first_round"] = 1
     floor: Annotated[float, Interval(ge=0, lt=math.inf)] = 1e-6
     max_weight: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    rows: Annotated[int, Interval(ge=1)] | None = 200_000
+    blocks: Annotated[int, Interval(ge=1)] | None = 1
     row_choice: Literal["random", "head"] = "random"
 
     role = "base"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._options = EstimatorOptions(self.estimator, row_choice=self.row_choice)
+        for option in dataclasses.fields(self):
+            if option.name in _OF_RPCA:
+                value, must = getattr(self, option.name), f"be left out with estimator {self.estimator}"
+                unused = self.estimator == "rpca" or value == option.default
+                require(unused, self._key(option.name), must, value, "It is an option of rpca; others read all.")
+        self._options = EstimatorOptions(self.estimator, self.rows, self.blocks, self.row_choice)
         self.needs_noise_std = self.estimator == "oracle"
         if self.estimator == "oracle":
             self.caveats = (

@@ -92,6 +92,7 @@ class TwoStageSelection(QuotaSelection):
         self._first: Counts | None = None  # participations in the first stage; None until the second stage begins
         self._gamma = np.zeros(0)  # [N], in the second stage
         self._bound = 0.0  # of a loss
+        self._planned_first: list[int] = []  # participations that the first plan pays for, the reserve included
 
     # -- the first stage: Algorithm 1, lines 4 to 20. Line 6, the choice of K clients by p_n, is `QuotaSelection`, and
     # -- line 17, the mean of the noisy gradients, is the strategy `uniform`
@@ -108,7 +109,8 @@ class TwoStageSelection(QuotaSelection):
         require(self._bound > 0, self._key("loss_bound"), "be a number for a regression", self.loss_bound, advice)
         self._first, self._reports = None, []
         planned = super().plan_run(schedule, view)
-        once = view.solve(with_quotas(dataclasses.replace(schedule, reserve=0), [1] * len(schedule.clients)))
+        self._planned_first = [own.count_of(PURPOSE) for own in planned.clients]
+        noises = self._noise_of_one(schedule, self._planned_first, view)
 
         def with_reports(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
             """Split the budget of each participation between update and losses.
@@ -118,7 +120,7 @@ class TwoStageSelection(QuotaSelection):
             """
             line, event = planned.planned(client, PURPOSE), planned.noised(client, PURPOSE)
             power = self._noise.exponent[client] / 2
-            noise = _MARGIN * once.clients[client].noise_multiplier(PURPOSE) * max(line.count, 1) ** power
+            noise = _MARGIN * noises[client]
             of_update = event.with_noise(noise / (1 - self.loss_share) ** power)
             of_loss = noise * (self._losses_a_round / self.loss_share) ** power
             report = event.with_noise(of_loss, steps=1)  # also if an update has several
@@ -128,6 +130,14 @@ class TwoStageSelection(QuotaSelection):
             return dataclasses.replace(client_schedule, planned=(updates, reports, *others))
 
         return planned.replan(with_reports)
+
+    def _noise_of_one(self, schedule: RunSchedule, counts: Sequence[int], view: View) -> list[float]:
+        """Return the noise multiplier of one of a client's `counts` participations, which use up its budget."""
+        once = view.solve(with_quotas(dataclasses.replace(schedule, reserve=0), [1] * len(counts)))
+        return [
+            one.noise_multiplier(PURPOSE) * max(count, 1) ** (self._noise.exponent[client] / 2)
+            for client, (one, count) in enumerate(zip(once.clients, counts, strict=True))
+        ]
 
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
         self._noise = biased_selection.participation_noise(schedule, view, upper)
@@ -171,20 +181,24 @@ class TwoStageSelection(QuotaSelection):
         if self._first is None:
             self._begin_second_stage(schedule, paid, view)
         self._horizon, self._settled = view.run.rounds - self.warmup_rounds, True
-        return _with_later(paid, self._quota.tolist(), schedule.reserve)
+        return self._later(paid, self._quota.tolist(), schedule.reserve, view)
+
+    def _later(self, paid: RunSchedule, counts: Sequence[int], reserve: int, view: View) -> RunSchedule:
+        """Return the schedule with the second stage's participations; their noise uses the rest of the budget."""
+        return with_later(paid, counts, reserve)
 
     def _begin_second_stage(self, planned: RunSchedule, paid: RunSchedule, view: View) -> None:
         counts = zip(planned.clients, paid.clients, strict=True)
         pairs = [(before.count_of(PURPOSE), after.count_of(PURPOSE)) for before, after in counts]
         able = np.array([plan == 0 or paid < plan for plan, paid in pairs])  # with quota 0 the whole budget is left
-        once = view.solve(_with_later(paid, able.astype(int).tolist(), 0))
+        once = view.solve(with_later(paid, able.astype(int).tolist(), 0))
         # line 22, Lambda and Phi_n by equation 7: from the budget that is left (Algorithm 2, line 5)
         factor = np.where(able, biased_selection.update_noise(once, LATER, view), np.inf)
         # line 23, Gamma_n: shrunken mean losses instead of equation 8
         self._gamma, self._first = self._heterogeneity(planned, view), self._taken.copy()
         rounds = view.run.rounds - self.warmup_rounds
         # lines 24 and 25, rho_min, gamma, L and mu: `ratio` instead of equation 9 and the fit P2, which is in
-        # `experiments/papers/selection/two_stages.py`
+        # `two_stages_as_printed`
         cost = self._cost_of_bias(factor[able], rounds) * self._gamma
         if self.ratio != 0 and factor[able].any() and not np.ptp(cost):
             warn_user(
@@ -246,11 +260,11 @@ class TwoStageSelection(QuotaSelection):
 
 
 def _has_later(schedule: RunSchedule) -> bool:
-    """Return whether the second stage is planned, for which `_with_later` gives each client a last line."""
+    """Return whether the second stage is planned, for which `with_later` gives each client a last line."""
     return schedule.clients[0].planned[-1].purpose == LATER
 
 
-def _with_later(schedule: RunSchedule, counts: Sequence[int], reserve: int) -> RunSchedule:
+def with_later(schedule: RunSchedule, counts: Sequence[int], reserve: int) -> RunSchedule:
     """Return the schedule with `counts[n]` more participations, whose noise uses the rest of the budget."""
 
     def change(client: int, client_schedule: ClientSchedule) -> ClientSchedule:

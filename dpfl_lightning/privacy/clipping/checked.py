@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.errors import UserError, require, shortened, warn_user
-from dpfl_lightning.privacy.clipping.constant_draws import ConstantDraws, generators_kept
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
+from dpfl_lightning.privacy.clipping.fixed_draws import FixedDraws, generators_kept
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.inputs import take
@@ -34,8 +34,10 @@ from dpfl_lightning.privacy.clipping.reference import (
     evaluating,
     owners_of,
 )
+from dpfl_lightning.privacy.clipping.repeated import Repeated
+from dpfl_lightning.privacy.clipping.restored import large_tensors, tensors_restored
 from dpfl_lightning.privacy.clipping.sequence_layers import tapped_forward
-from dpfl_lightning.privacy.clipping.state import contents, large_tensors, tensors_restored
+from dpfl_lightning.privacy.clipping.state import contents, names_of_changes
 from dpfl_lightning.privacy.clipping.structure import beside_records, code_of_users, leaves_vmap
 from dpfl_lightning.privacy.clipping.taps import OtherOperators, Script, TappedSum
 from dpfl_lightning.privacy.clipping.trial_records import (
@@ -48,6 +50,7 @@ from dpfl_lightning.privacy.clipping.trial_records import (
     moved_parameters,
     passes_of,
 )
+from dpfl_lightning.privacy.clipping.walk import Key
 from dpfl_lightning.privacy.clipping.watched import LeftVmap, Watch
 from dpfl_lightning.runtime.devices import products_vary
 from dpfl_lightning.runtime.threads import one_thread_an_operator
@@ -76,6 +79,7 @@ class CheckedSum:
         self._sizes: dict[tuple[float | None, bool], int] = {}  # by the expected number of records, and if wide
         self._checked: dict[tuple[int, bool], PassedSum] = {}
         self._watch: Watch | None = None  # of the last check of a size
+        self._repeated = Repeated(functools.partial(_still, net, draws=True))
         self._graphs: dict[int, ClippedSum] = {}  # by the size of passes, on a GPU
 
     @property
@@ -115,21 +119,28 @@ class CheckedSum:
             used = self.choose(request.expected)
             if isinstance(used, FastClippedSum) and y.is_cuda and not self.passes.draws:
                 return self._graphed(used)(params, x, y, request)
+            if isinstance(used, FastClippedSum):  # its layers keep nothing
+                return used(params, x, y, request)
             try:
-                try:
-                    return used(params, x, y, request)
-                except OtherOperators:
-                    return self.choose(request.expected, wide=True)(params, x, y, request)
+                found = self._sum_of(params, x, y, request)
+                if request.released:
+                    size = 1 if isinstance(used, LoopClippedSum) else used.size
+                    self._repeated.check(functools.partial(self._sum_of, params), x, y, request, size)
+                return found
             except UserError:
                 raise
             except Exception as error:  # a user's code may raise anything, with the weights of a server or for a record
-                if isinstance(used, FastClippedSum):
-                    raise
                 way = "for each record alone" if isinstance(used, LoopClippedSum) else "under vmap"
                 raise UserError(
                     f"`model` must run {way} with all weights that a server may send, got {type(error).__name__}: "
                     f"{_first_line(error)}. Nothing is released. Look for code that decides by weights."
                 ) from error
+
+    def _sum_of(self, params: Params, x: Records, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
+        try:
+            return self.choose(request.expected)(params, x, y, request)
+        except OtherOperators:
+            return self.choose(request.expected, wide=True)(params, x, y, request)
 
     def _graphed(self, used: FastClippedSum) -> ClippedSum:
         graphs = kernel("graphs")
@@ -139,7 +150,7 @@ class CheckedSum:
 
     def _evidence(self, params: Params, x: Records, y: Tensor, count: int) -> list[Tensor]:
         assert self.kind is not None
-        with _still(self.net, self.passes), tensors_restored(self.net), evaluating(*dropout_layers(self.net)):
+        with _still(self.net, self.passes.draws), tensors_restored(self.net), evaluating(*dropout_layers(self.net)):
             used = self.kind(self.net, self._sample_loss, len(y))
             if not isinstance(used, FastClippedSum):
                 used.watch.follow(self._watch)
@@ -276,7 +287,7 @@ def _kind_of(
     in_own_dtype = of_dtype(None) if _is_large(passes) else None
     if changed := _changed_in_a_pass(net, sample_loss, passes, in_own_dtype):
         return None, f"loop: `{changed}` changes in every pass"
-    with _still(net, passes):
+    with _still(net, passes.draws):
         try:  # in float64, rounding cannot be mistaken for an error or push an activation across a kink
             reference = in_own_dtype or of_dtype(torch.float64)
             reference.row(0)
@@ -294,7 +305,7 @@ def _kind_of(
 def _reads_numbers(net: nn.Module, sample_loss: SampleLoss, passes: FixedPasses) -> bool:
     """Return whether code reads numbers of a public record, or cannot run under `vmap`."""
     try:
-        with tensors_restored(net), _still(net, passes):
+        with tensors_restored(net), _still(net, passes.draws):
             return bool(TappedSum(net, sample_loss, 1).script_of(moved_parameters(net), *take(passes.examples, [0])))
     except Exception:  # a user's code may raise anything
         return True
@@ -447,20 +458,27 @@ def _changed_in_a_pass(
     device, large = passes.examples[1].device, large_tensors(net).values()
     clipped_sum, drawn = LoopClippedSum(net, sample_loss), _generator_state(device)
 
-    def kept_after(rows: list[int]) -> dict[str, object]:
+    def kept_after(rows: list[int]) -> Mapping[Key, object]:
         x, y = take(passes.examples, rows)
         clipped_sum(params, x, y, ClipRequest(1.0))
         passes.draws |= not torch.equal(drawn, _generator_state(device))
         return contents(net, large)
 
     with one_thread_an_operator():
-        before = kept_after([0, 4, 5] if reference is None else [0])  # the first pass may store what stays
+        rows = [0, 4, 5] if reference is None else [0]
+        try:
+            before = kept_after(rows)  # the first pass may store what stays
+        except UserError:
+            raise
+        except Exception:  # for an unusual record code may raise anything, and for that of the examples not
+            rows = [0] * len(rows)
+            before = kept_after(rows)
         if reference is None:
-            after = kept_after([0, 4, 5])
+            after = kept_after(rows)
         else:
-            with _still(net, passes):
+            with _still(net, passes.draws):
                 clipped_sum, after = reference.computed(), contents(net, large)
-    others = [name for name, value in after.items() if before.get(name) != value]
+    others = names_of_changes(before, after)
     advice = "Counters and averages would tell how many records there were."
     require(not others, "model", "leave what it keeps as it is in a pass", ", ".join(others), advice)
     buffers = dict(net.named_buffers())  # an attribute may be computed anew in each pass
@@ -493,12 +511,12 @@ def _generator_state(device: torch.device) -> Tensor:
 
 
 @contextmanager
-def _still(net: nn.Module, passes: FixedPasses) -> Iterator[None]:
-    """Within it a model that draws random numbers gets constants, and the generators stay as they are."""
-    if not passes.draws:
+def _still(net: nn.Module, draws: bool) -> Iterator[None]:
+    """Within it a model that draws random numbers gets the same for each record, and generators stay as they are."""
+    if not draws:
         yield
         return
-    with generators_kept(net), ConstantDraws():
+    with generators_kept(net), FixedDraws():
         yield
 
 
@@ -512,7 +530,7 @@ def _require_own_places(net: nn.Module, sample_loss: SampleLoss, passes: FixedPa
 
     def gradients() -> list[Tensor]:
         x, y = take(passes.examples, [1])
-        with _drawing_nothing(net), _still(net, passes), one_thread_an_operator():
+        with _drawing_nothing(net), _still(net, passes.draws), one_thread_an_operator():
             return next(clipped_sum.each(params, x, y, ClipRequest(math.inf)))
 
     usual, before = gradients(), [p.detach().clone() for p in own]

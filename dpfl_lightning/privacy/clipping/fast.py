@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.privacy.clipping.convolutions import channels_last, convolutions
+from dpfl_lightning.privacy.clipping.fixed_draws import begin_records
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.inputs import Block, rows_each, take
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
@@ -243,6 +244,7 @@ class FastClippedSum:
         watch.begin(count * rows_each(x))
 
         def gradients() -> Sequence[Tensor | None]:
+            begin_records(len(y))
             with torch.enable_grad():
                 losses = self._sample_loss(params, x, y)
             if losses.shape != (len(y),):

@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -25,6 +26,25 @@ def names_in(code: CodeType) -> Iterator[str]:
 @functools.lru_cache(maxsize=4096)
 def names_of(code: CodeType) -> tuple[str, ...]:
     return tuple(names_in(code))
+
+
+_READS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "IMPORT_FROM"})
+_ASIDE = frozenset({"CACHE", "COPY", "EXTENDED_ARG", "NOP", "POP_TOP", "PRECALL", "PUSH_NULL", "SWAP"})
+
+
+@functools.lru_cache(maxsize=4096)
+def handed_on(code: CodeType) -> frozenset[str]:
+    """Return the names that code, and functions within it, use for more than attributes of what they name."""
+    found, imported = set[str](), dict[str, str]()
+    steps = [one for one in dis.get_instructions(code) if one.opname not in _ASIDE]
+    for one, after in pairwise([*steps, *steps[-1:]]):
+        if one.opname.startswith("IMPORT_") and after.opname.startswith("STORE_"):
+            imported[after.argval] = one.argval
+        elif one.opname.startswith("LOAD_") and one.opname != "LOAD_CONST":
+            names = one.argval if isinstance(one.argval, tuple) else (one.argval,)  # one of two reads both
+            found |= {*(names[:-1] if after.opname in _READS else names)}
+    found |= {part for name in found & imported.keys() for part in imported[name].split(".")}
+    return frozenset(found).union(*(handed_on(one) for one in code.co_consts if isinstance(one, CodeType)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -99,7 +99,7 @@ def not_plain(values: Iterable[Any]) -> Any:
     for value in values:
         kind = type(value)
         if id(kind) in _TENSOR_IDS:
-            if vars(value).keys() & _OF_TENSORS:  # a function in place of a method
+            if not _OF_TENSORS.isdisjoint(vars(value)):  # a function in place of a method
                 return value
             continue
         if id(kind) in _PLAIN_IDS or any(value is one for one in _NUMBERS):

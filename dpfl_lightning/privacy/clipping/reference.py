@@ -17,10 +17,11 @@ from torch.func import grad, vmap
 from torch.nn import functional as F
 
 from dpfl_lightning.errors import require
+from dpfl_lightning.privacy.clipping.fixed_draws import begin_records
 from dpfl_lightning.privacy.clipping.float64_sums import kept, one_hot, row_norms, summing_dtype
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
 from dpfl_lightning.privacy.clipping.passes import Batch, Checksums, checksums, passes
-from dpfl_lightning.privacy.clipping.state import is_large, tensors_restored
+from dpfl_lightning.privacy.clipping.restored import is_large, tensors_restored
 from dpfl_lightning.privacy.clipping.stateless import Held, call, further_names
 from dpfl_lightning.privacy.clipping.watched import OwnDraws, Watch, WatchedCalls, gradients_of
 
@@ -81,7 +82,8 @@ class ClipRequest:
     `group` `[B]` int64 in [0, num_groups) puts each record into a row of the sums; None puts all into row 0. `only`
     restricts norm, clipping and sum to the parameters with these names. `into` `[G, P]` in `summing_dtype` is
     overwritten by the result and returned, which saves a caller of many large sums the memory of each. `expected` is
-    the public number of records that the plan expects (None: very many), which decides the size of passes.
+    the public number of records that the plan expects (None: very many), which decides the size of passes. Some records
+    of a sum that is `released` are computed again.
     """
 
     clip_norm: float
@@ -91,6 +93,7 @@ class ClipRequest:
     only: Collection[str] | None = None
     into: Tensor | None = None
     expected: float | None = None
+    released: bool = False
 
     def __post_init__(self) -> None:
         require(self.clip_norm > 0, "clip_norm", "be positive", self.clip_norm)
@@ -193,7 +196,11 @@ def record_gradients(
         with watch:  # until the backward pass is over, too
             return grad(one_loss)(params, one_x, one_y)  # type: ignore[no-any-return]
 
-    return vmap(one_gradient, in_dims=(None, 0, 0), randomness="different")
+    def gradients(params: Params, x: Inputs, y: Tensor) -> dict[str, Tensor]:
+        begin_records(len(y))
+        return vmap(one_gradient, in_dims=(None, 0, 0), randomness="different")(params, x, y)  # type: ignore[no-any-return]
+
+    return gradients
 
 
 class VmapClippedSum:

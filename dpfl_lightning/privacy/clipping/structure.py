@@ -24,7 +24,7 @@ from dpfl_lightning.privacy.clipping.files import names_in
 from dpfl_lightning.privacy.clipping.inputs import rows_each, take
 from dpfl_lightning.privacy.clipping.passes import Batch
 from dpfl_lightning.privacy.clipping.reference import Params, SampleLoss
-from dpfl_lightning.privacy.clipping.state import tensors_restored
+from dpfl_lightning.privacy.clipping.restored import tensors_restored
 from dpfl_lightning.privacy.clipping.watched import TORCHS
 
 _MODULES = """

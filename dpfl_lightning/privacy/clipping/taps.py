@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.clipping.attention import FUNCTIONS as OF_ATTENTION
 from dpfl_lightning.privacy.clipping.attention import attention
+from dpfl_lightning.privacy.clipping.fixed_draws import begin_records
 from dpfl_lightning.privacy.clipping.float64_sums import summing_dtype
 from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.clipping.inputs import Inputs, take
@@ -569,6 +570,7 @@ class TappedSum:
             return y.new_zeros(())
 
         calls.begin_pass(len(y))
+        begin_records(len(y))
         vmap(differentiate, randomness="different")(x, y)
         return direct, taps
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dpfl_lightning.privacy.clipping.constant_draws import generators_kept
+from dpfl_lightning.privacy.clipping.fixed_draws import generators_kept
 from dpfl_lightning.privacy.clipping.float64_sums import row_norms
 from dpfl_lightning.privacy.clipping.inputs import Block, rows_each, take
 from dpfl_lightning.privacy.clipping.inputs import Inputs as Records
 from dpfl_lightning.privacy.clipping.operations import crowd_of, operations_of
 from dpfl_lightning.privacy.clipping.passes import OF_ANY_WIDTH, SIZES, Batch, FixedPasses
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, LoopClippedSum, Params, SampleLoss
-from dpfl_lightning.privacy.clipping.state import tensors_restored
+from dpfl_lightning.privacy.clipping.restored import tensors_restored
 
 #: kinds of records after three random ones: ones; zeros in the second half; large numbers; padded on the right, where
 #: whole numbers are masks; padded on the left, where all parts but the first are masks, or only the first; and zeros

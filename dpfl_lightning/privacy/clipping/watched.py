@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from dpfl_lightning.errors import require
+from dpfl_lightning.privacy.clipping.fixed_draws import begin_records
 from dpfl_lightning.privacy.clipping.independent import (
     CHECKED,
     TENSORS,
@@ -51,7 +52,8 @@ from dpfl_lightning.privacy.clipping.independent import (
 )
 from dpfl_lightning.privacy.clipping.inputs import Inputs
 from dpfl_lightning.privacy.clipping.passes import Checksums
-from dpfl_lightning.privacy.clipping.state import Kept, large_tensors
+from dpfl_lightning.privacy.clipping.restored import large_tensors
+from dpfl_lightning.privacy.clipping.state import Kept
 
 _RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 TORCHS = frozenset({"aten", "prims", "prim", "flex_lib"})  # namespaces of operators
@@ -444,6 +446,7 @@ class OwnDraws:
     def next(self) -> None:
         """Begin with the next record."""
         torch.manual_seed(int(torch.randint(1 << 62, (), generator=self._seeds)))
+        begin_records(1)
         self._begun = self._states()
 
     def end(self) -> None:

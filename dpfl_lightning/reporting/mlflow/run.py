@@ -12,7 +12,7 @@ from dpfl_lightning.federated.server.run import change_about
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.reporting.mlflow.models import save_models
 from dpfl_lightning.reporting.mlflow.store import Store, reported
-from dpfl_lightning.reporting.mlflow.sync import sync
+from dpfl_lightning.reporting.mlflow.sync import end_abandoned, sync
 from dpfl_lightning.runtime.launcher import invocation
 from dpfl_lightning.runtime.text import without_credentials
 
@@ -54,7 +54,7 @@ class Tracking(Callback):
     def on_fit_start(self, view: View) -> None:
         change_about(view.run.output_dir, tracking=self._section)
         with reported(self.store.uri):
-            self.store.end_abandoned()
+            end_abandoned(self.store)
             self._begun = True  # a signal that comes while the run is created ends it, too
             sync(view.run.output_dir, self.store, running=True)
 

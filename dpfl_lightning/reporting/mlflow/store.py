@@ -23,7 +23,7 @@ from mlflow.tracking import MlflowClient
 
 from dpfl_lightning.errors import UserError, in_one_line, require, warn_user
 from dpfl_lightning.reporting.run_files import ledger_run
-from dpfl_lightning.runtime.files import is_locked, locked_folder
+from dpfl_lightning.runtime.files import locked_folder
 from dpfl_lightning.runtime.text import rounded_up_duration, without_credentials, without_secrets
 
 for chatter in ("alembic", "mlflow.store.db.utils"):
@@ -170,15 +170,9 @@ class Store:
     def params(self, run_id: str, params: Mapping[str, str]) -> None:
         self.client.log_batch(run_id, params=[Param(name, text) for name, text in params.items()])
 
-    def end_abandoned(self) -> None:
-        """Mark runs as KILLED whose folder is on this machine, and whose process is gone."""
-        running = "attributes.status = 'RUNNING'"
-        for run in self.client.search_runs([self.experiment_id], running):
-            folder = Path(run.data.tags.get("output_dir", ""))
-            known = run.data.tags.get("ledger_run")
-            if known and known == ledger_run(folder) and not is_locked(folder / "ledger.jsonl"):
-                self.tag(run.info.run_id, {"status": "abandoned: its process is gone"})
-                self.end(run.info.run_id, "KILLED", 1.0)
+    def running(self) -> list[Run]:
+        """Return the runs that have not ended, as far as the store knows."""
+        return list(self.client.search_runs([self.experiment_id], "attributes.status = 'RUNNING'"))
 
     def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
         self.client.log_batch(run_id, tags=[RunTag(key, text[:_LONGEST_TAG]) for key, text in tags.items()])

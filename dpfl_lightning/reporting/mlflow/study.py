@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.federated.server import history
-from dpfl_lightning.federated.server.run import read_about
+from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.accounting.noise_source import source_of
 from dpfl_lightning.reporting import curves, description
 from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, reported
 from dpfl_lightning.runtime.text import flattened, without_credentials
@@ -110,7 +111,8 @@ class SeedsTracking(_Parent):
             earlier = self.store.latest("output_dir", place)
             if earlier is not None and self.store.resume(earlier.info.run_id):
                 return earlier.info.run_id
-            usual = description.run_name(options["strategies"], budgets, options)
+            source = source_of(options.get("privacy"))
+            usual = description.run_name(options["strategies"], budgets, options, source)
             return self.store.begin(name or self.store.new_name(usual, params), tags, params, options)
 
     def end(self, run_id: str, folders: Sequence[Path], text: str, guarantee: Guarantee) -> None:
@@ -118,9 +120,10 @@ class SeedsTracking(_Parent):
         of all runs together."""
 
         def log() -> None:
-            runs, pending = [history.read(folder / history.FILE) for folder in folders], list[Metric]()
+            first_run, pending = Run.read(folders[0]), list[Metric]()
+            runs = [history.read(folder / history.FILE) for folder in folders]
             names = dict.fromkeys(name for one in runs[0] for name in one.values)
-            for first in list(curves.score_curves(names).values())[:1]:
+            for first in list(first_run.score_curves.values())[:1]:
                 for step, (mean, _) in curves.over_seeds(runs, first).items():
                     pending.extend(metrics({f"{curves.HEADLINE}/{first}": mean}, step))
             for name in names:
@@ -131,9 +134,10 @@ class SeedsTracking(_Parent):
             last = max((one.round for rounds in runs for one in rounds), default=0)
             pending.extend(metrics({"train_epsilon_max": finite_or_none(guarantee.epsilon)}, last))  # of all seeds
             self.store.log_metrics(run_id, pending)
-            known = read_about(folders[0])["params"]  # to the runs of the seeds only
-            self.store.params(run_id, {name: known[name] for name in ("num_params", "clients.count")})
-            said = {**description.claim(guarantee), "mlflow.note.content": text}
+            about = first_run.about  # known to the runs of the seeds only
+            self.store.params(run_id, {name: about["params"][name] for name in ("num_params", "clients.count")})
+            own = {**first_run.info.assumptions, "task": first_run.info.task}
+            said = {**own, **description.claim(guarantee), "mlflow.note.content": text}
             self.store.tag(run_id, {**said, "status": "finished"})
             self._end(run_id)
 

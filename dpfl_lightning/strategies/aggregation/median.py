@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from dpfl_lightning.strategies.aggregation.robust_mean import RobustMean
+from dpfl_lightning.strategies.aggregation.robust_mean import RobustMean, coordinate_median
 
 
 class Median(RobustMean):
@@ -17,5 +17,4 @@ class Median(RobustMean):
     """
 
     def _centre(self, deltas: Tensor, weights: Tensor) -> Tensor:
-        ordered = deltas.sort(dim=0).values
-        return (ordered[(len(deltas) - 1) // 2] + ordered[len(deltas) // 2]) / 2
+        return coordinate_median(deltas)

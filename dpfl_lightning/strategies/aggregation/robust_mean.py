@@ -47,3 +47,16 @@ def share_of(share: float, count: int) -> int:
     (29, 28)
     """
     return math.floor(round(share * count, 9))
+
+
+def coordinate_median(values: Tensor) -> Tensor:
+    """Return the median `[...]` of every coordinate of `values` `[C, ...]`, C > 0; of two middle values their mean."""
+    ordered = values.sort(dim=0).values
+    return (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) / 2
+
+
+def coordinate_trimmed_mean(values: Tensor, share: float) -> Tensor:
+    """Return the mean `[...]` of every coordinate of `values` `[C, ...]` without this share of C at each end."""
+    dropped = share_of(share, len(values))
+    kept = values.sort(dim=0).values[dropped : len(values) - dropped]
+    return kept.mean(dim=0, dtype=torch.float64).to(values.dtype)

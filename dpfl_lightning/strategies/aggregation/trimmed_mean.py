@@ -3,13 +3,16 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-import torch
 from annotated_types import Interval
 from torch import Tensor
 
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.strategies.aggregation.robust_mean import RobustMean, share_of, warn_if_none_is_left_out
+from dpfl_lightning.strategies.aggregation.robust_mean import (
+    RobustMean,
+    coordinate_trimmed_mean,
+    warn_if_none_is_left_out,
+)
 
 
 @dataclass
@@ -34,6 +37,4 @@ class TrimmedMean(RobustMean):
         return schedule
 
     def _centre(self, deltas: Tensor, weights: Tensor) -> Tensor:
-        dropped = share_of(self.share, len(deltas))
-        kept = deltas.sort(dim=0).values[dropped : len(deltas) - dropped]
-        return kept.mean(dim=0, dtype=torch.float64).to(deltas.dtype)
+        return coordinate_trimmed_mean(deltas, self.share)

@@ -12,7 +12,7 @@ _SHARES = ("clustering_accuracy", "minority_recall")  # in per cent here
 
 
 class GroupRecorder(Recorder):
-    """Accuracy of groups and how well clusters match them, in per cent; strategies' metrics."""
+    """Accuracy of groups and how well clusters match them, in per cent; fairness gaps; strategies' metrics."""
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
         metrics = numbers_of(result)
@@ -21,7 +21,18 @@ class GroupRecorder(Recorder):
             **{f"accuracy_{name}": 100 * value for name, value in result.accuracy_of_groups.items()},
             **metrics,
             **matches(metrics),
+            **fairness(result.fairness),
         }
+
+
+def fairness(values: Mapping[str, float]) -> dict[str, float]:
+    """F_acc in points and F_loss, of runs with `evaluation.fairness`.
+
+    >>> fairness({"fairness_acc_gap": 0.25, "fairness_loss_gap": 0.5})
+    {'fairness_acc': 25.0, 'fairness_loss': 0.5}
+    """
+    factors = {"fairness_acc": 100, "fairness_loss": 1}
+    return {name: factor * values[f"{name}_gap"] for name, factor in factors.items() if f"{name}_gap" in values}
 
 
 def matches(metrics: Mapping[str, float]) -> dict[str, float]:

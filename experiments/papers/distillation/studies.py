@@ -4,6 +4,7 @@ Choices depend on the accuracy on the server's public records alone; test accura
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,13 +44,14 @@ SEARCH_SET = Cell("distillation.search_set", "distdd", "set", "small")  # the se
 
 
 class RunRecorder(Recorder):
-    """Test accuracy of the delivered model in per cent, `gigabytes` sent both ways, and metrics."""
+    """Test accuracy of the delivered models in per cent, `gigabytes` sent both ways, a finite epsilon, and metrics."""
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
         metrics = numbers_of(result)
         floats = metrics.pop("floats_down", 0.0) + metrics.pop("floats_up", 0.0)
         accuracy = {} if result.test_accuracy is None else {"delivered_accuracy": 100 * result.test_accuracy}
-        return {**accuracy, "gigabytes": BYTES * floats / 1e9, "run_seconds": result.wall_seconds, **metrics}
+        spent = {"epsilon": epsilon} if math.isfinite(epsilon := result.guarantee.epsilon) else {}
+        return {**accuracy, **spent, "gigabytes": BYTES * floats / 1e9, "run_seconds": result.wall_seconds, **metrics}
 
 
 class LastModel(Callback):

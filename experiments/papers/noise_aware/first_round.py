@@ -1,6 +1,6 @@
 """One round of real training: the estimates of its updates' noise beside the true noise."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,14 +21,15 @@ class FirstRound(Recorder, FirstRoundOnly):
     `<name>_excess` that / the least possible. `first_round` holds lists of one number for each client.
 
     Args:
-        names: estimators with their default options.
+        names: name -> the fields of `EstimatorOptions`; a list has the names of estimators with default options.
     """
 
     _kept = ("_lists",)
 
-    def __init__(self, names: Sequence[str] = ()) -> None:
+    def __init__(self, names: Sequence[str] | Mapping[str, Mapping[str, Any]] = ()) -> None:
         super().__init__()
-        self.estimators = {name: EstimatorOptions(name) for name in names}
+        listed = names if isinstance(names, Mapping) else {name: {"name": name} for name in names}
+        self.estimators = {name: EstimatorOptions(**options) for name, options in listed.items()}
         self._lists: dict[str, list] = {}
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:

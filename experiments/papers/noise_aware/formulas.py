@@ -15,6 +15,7 @@ from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
 
 ROUNDS, DELTA, CLIP_NORM, RECORDS, CLIENTS = 200, 1e-4, 3.0, 2400, 20
+LIAR = 0.95  # the epsilon of the client that reports another one
 
 
 @functools.cache
@@ -76,4 +77,20 @@ def table3(dist: str) -> dict[str, float]:
         "dpfedavg": of_sum(equal, variances),
         "min_eps": of_sum(equal, of_smallest),
         "oracle": of_sum(oracle_weights(variances), variances),
+    }
+
+
+def falsified(reported: float) -> dict[str, float]:
+    """Figure 5, right: the noise of the sum if one client of Dist5 with epsilon 0.95 reports another one.
+
+    `weiavg` is WeiAvg's, `liar` its weight of that client; no other rule of Table 3 reads what a client reports.
+    """
+    epsilons, batch_sizes = EPSILONS["dist5"][CLIENTS], BATCH_SIZES[CLIENTS]
+    variances = noise_vars(epsilons, batch_sizes)
+    liar = epsilons.index(LIAR)
+    claimed = [*epsilons[:liar], reported, *epsilons[liar + 1 :]]
+    return {
+        "weiavg": of_sum(claimed, variances),
+        "oracle": of_sum(oracle_weights(variances), variances),
+        "liar": reported / math.fsum(claimed),
     }

@@ -9,12 +9,14 @@ from reference import paper_noise_multipliers
 
 from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS
 from experiments.papers.noise_aware.formulas import (
+    falsified,
     noise_multipliers,
     of_sum,
     oracle_weights,
     table3,
 )
 from experiments.papers.registry import experiments
+from experiments.papers.tables.noise_aware import reported
 
 TABLE3 = experiments()["noise_aware.table3"]
 DISTS = list(TABLE3.columns)
@@ -56,3 +58,21 @@ def test_no_weights_give_less_noise_than_the_best():
     assert best == pytest.approx(1 / np.sum(1 / variances), rel=1e-12)
     assert all(of_sum(rng.dirichlet(np.ones(20)), variances) >= best for _ in range(1000))
     np.testing.assert_allclose(oracle_weights(7 * variances), oracle_weights(variances), rtol=1e-12)
+
+
+def test_one_false_report_of_a_budget_multiplies_the_noise_of_weiavg():
+    """Figure 5, right; computed once by an implementation of its own."""
+    reported = (0.95, 2, 5, 10, 20, 50, 100)
+    noises, shares = (4.59, 4.43, 5.04, 7.45, 12.61, 22.03, 28.34), (0.055, 0.109, 0.235, 0.381, 0.551, 0.754, 0.860)
+    for epsilon, noise, share in zip(reported, noises, shares, strict=True):
+        ours = falsified(epsilon)
+        assert ours["weiavg"] == pytest.approx(noise, rel=0.005) and ours["liar"] == pytest.approx(share, abs=6e-4)
+        assert ours["oracle"] == pytest.approx(0.39, abs=0.005), "which reads no report"
+
+
+@pytest.mark.parametrize("liars", [0, 1, 4, 8])
+def test_as_many_clients_lie_as_a_column_says_and_their_noise_is_that_of_their_budgets(liars):
+    options, true = reported(liars, 10), [3 * one for one in EPSILONS["dist5"][20]]
+    factors = np.array(options["clients.reported_epsilon"]) / true
+    assert sorted(factors.round(3)) == [1.0] * (20 - liars) + [10.0] * liars
+    assert options["privacy.epsilon"] == {"name": "dist5", "scale": 3}

@@ -1,5 +1,7 @@
 """The default engine: exact per-record gradients by layer rules, and optimisers on one flat vector."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpfl_lightning.config.options import EngineOptions
 from dpfl_lightning.errors import require
-from dpfl_lightning.federated.client.client import HeldClients
+from dpfl_lightning.federated.client.client import Client, HeldClients
 from dpfl_lightning.federated.client.dummy_data import dummy_units
 from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.serial import DrawnBatches, SerialEngine
@@ -18,7 +21,7 @@ from dpfl_lightning.federated.messages.requests import Charged, Train
 from dpfl_lightning.privacy.clipping.checked import CheckedSum, clipped_sum_for
 from dpfl_lightning.privacy.clipping.float64_sums import summing_dtype
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
-from dpfl_lightning.privacy.clipping.state import tensors_restored
+from dpfl_lightning.privacy.clipping.restored import tensors_restored
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.runtime.memory import keep_freed_memory
 from dpfl_lightning.runtime.threads import cores
@@ -46,6 +49,11 @@ class FastEngine(SerialEngine):
     def __init__(self, workers: int | None = None) -> None:
         require(workers is None or workers >= 1, "engine.workers", "be >= 1", workers)
         self.workers = workers
+
+    @classmethod
+    def of(cls, options: EngineOptions) -> FastEngine:
+        cls.require_no_trainer(options)
+        return cls(options.workers)
 
     def setup(self, module: ClientModule, clients: HeldClients, streams: Streams, sampling: str) -> None:
         on_cpu = module.device.type == "cpu"
@@ -78,7 +86,7 @@ class FastEngine(SerialEngine):
             return one_batch.releases(self, batch)
         return super().compute(batch)
 
-    def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
+    def local_training(self, client: Client, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
         theta = start.clone()
         params = self.module.unflatten(theta)  # views: they follow theta
         plain = self.module.plain_sgd(task.optimizer)

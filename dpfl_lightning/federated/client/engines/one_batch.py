@@ -16,7 +16,7 @@ from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.messages.requests import Charged, Train
 from dpfl_lightning.privacy.clipping.inputs import joined
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
-from dpfl_lightning.privacy.clipping.state import tensors_restored
+from dpfl_lightning.privacy.clipping.restored import tensors_restored
 from dpfl_lightning.runtime.devices import sent
 
 MOST_CLIENTS = 16  # a batch: with more the fixed cost is small already, and workers need several batches

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpfl_lightning.config.options import EngineOptions
 from dpfl_lightning.data.records import Records
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.client import Client, HeldClients
 from dpfl_lightning.federated.client.dummy_data import dummy_units
@@ -24,7 +25,7 @@ from dpfl_lightning.federated.messages.query import ChargedQuery
 from dpfl_lightning.federated.messages.requests import Charged, Train
 from dpfl_lightning.privacy.clipping.checked import CheckedSum, vmap_or_loop
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, LoopClippedSum
-from dpfl_lightning.privacy.clipping.state import tensors_restored
+from dpfl_lightning.privacy.clipping.restored import tensors_restored
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.runtime.devices import sent, use_exact_products
 
@@ -37,6 +38,18 @@ class SerialEngine:
     name = "serial"
     description = "per-record gradients by vmap(grad), torch optimiser"
     workers: int | None = 1
+
+    @classmethod
+    def of(cls, options: EngineOptions) -> SerialEngine:
+        """Return the engine of these options. Raises UserError for options of another engine."""
+        cls.require_no_trainer(options)
+        return cls()
+
+    @classmethod
+    def require_no_trainer(cls, options: EngineOptions) -> None:
+        """Raise UserError for arguments of a Trainer, which this engine does not use."""
+        must = f"be empty for engine {cls.name}"
+        require(not options.trainer, "engine.trainer", must, options.trainer, "Set engine.name to trainer.")
 
     def setup(self, module: ClientModule, clients: HeldClients, streams: Streams, sampling: str) -> None:
         self.module, self.clients, self.streams, self.sampling = module, clients, streams, sampling
@@ -92,7 +105,7 @@ class SerialEngine:
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         return outputs_of(self.module, model, self.clients.population, rows, self.clipped_sum.enter)
 
-    def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
+    def local_training(self, client: Client, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
         """The client's parameters `[P]` after its local steps from `start` `[P]`."""
         self.module.begin(task, start)
         for index, batch in enumerate(batches):
@@ -122,7 +135,7 @@ class SerialEngine:
             released = task.class_gradients(job, sums, start.dtype, y, client.records.labels)
         else:
             with tensors_restored(self.module.net):
-                end = self.local_training(task, start, batches)
+                end = self.local_training(client, task, start, batches)
             released = self.change(task, start, end)
         if task.norms:
             outcomes = count_outcomes(torch.cat(task.norms), request.sampler().clip_norm)

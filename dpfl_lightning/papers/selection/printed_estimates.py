@@ -145,7 +145,7 @@ class NoiseModel:
 
     Args:
         scale: Lambda, the factor common to all clients, > 0.
-        exponent: z, 1 for Gaussian noise, 2 for Laplace noise.
+        exponent: z, with which the noise of an update grows with participations: `growth` of its event.
         factor: Phi, the factor of each client, `[N]`, >= 0.
     """
 

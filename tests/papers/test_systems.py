@@ -1,0 +1,53 @@
+"""Every system that the papers name exists, plans and trains."""
+
+from pathlib import Path
+
+import pytest
+
+from dpfl_lightning.config.yaml_text import read_yaml
+from dpfl_lightning.errors import UserError
+from experiments.papers import systems as module
+from experiments.papers.__main__ import main
+from experiments.papers.claims import PAPERS
+from experiments.papers.systems import FILE, System, section, systems, trained
+
+
+def test_every_system_names_options_that_exist():
+    listed = systems()
+    assert {one.paper for one in listed} == set(PAPERS) and len(listed) > 40
+    for one in listed:
+        assert one.loaded(Path("somewhere")).strategies == one.options["strategies"]
+    for paper in PAPERS:
+        assert section(paper).count("\n") == 1 + sum(one.paper == paper for one in listed)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [("file", "papers/none.py", "be a file of"), ("steps", "copied", "be one of printed, sound, ours")],
+)
+def test_a_file_or_kind_of_steps_that_does_not_exist_is_refused(field, value, words, monkeypatch):
+    text = read_yaml(str(FILE))
+    text["systems"][3][field] = value
+    monkeypatch.setattr(module, "read_yaml", lambda path: text)
+    with pytest.raises(UserError, match=words):
+        systems()
+
+
+def test_a_system_whose_option_is_gone_fails_by_name(monkeypatch, capsys):
+    good, *_ = systems()
+    bad = System(**{**vars(good), "name": "old", "options": {"strategies": {"robust_hdp": {"block": 2}}}})
+    monkeypatch.setattr(module, "systems", lambda: [bad])
+    assert main(["systems"]) == 1
+    out = capsys.readouterr().out
+    assert "old" in out and "FAILED: `strategies.robust_hdp.block` must" in out and "0 of 1 systems" in out
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("paper", PAPERS)
+def test_one_round_of_every_system_is_planned_and_trained(paper):
+    found = {one.name: words for one, words in trained([one for one in systems() if one.paper == paper])}
+    assert found and not [words for words in found.values() if "FAILED" in words]
+    infinite = {name for name, words in found.items() if words.startswith("No differential privacy")}
+    plain = {one.name for one in systems() if one.paper == paper and one.options.get("privacy", "") is None}
+    published = {"RC-DPFL, R-DPCFL as published", "f-CDPFL as published", "DPFL-BCS, losses of the noiseless step"}
+    assert infinite == (plain | published) & set(found)
