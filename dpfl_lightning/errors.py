@@ -85,13 +85,13 @@ def shortened(text: str, most: int = _LONGEST) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the type and the first line of an error; of a UserError the line alone.
+    """Return the type and the first line of an error, without a full stop; of a UserError the line alone.
 
-    >>> in_one_line(KeyError("a\\nb")), in_one_line(UserError("`a` must be b"))
-    ("KeyError: 'a\\\\nb'", '`a` must be b')
+    >>> in_one_line(ValueError("singular.\\nb")), in_one_line(UserError("`a` must be b."))
+    ('ValueError: singular', '`a` must be b.')
     """
     line = (str(error).strip().splitlines() or [""])[0][:300]
-    return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}"
+    return line if isinstance(error, UserError) else f"{type(error).__name__}: {line.rstrip('.')}"
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

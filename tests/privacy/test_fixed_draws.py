@@ -48,6 +48,10 @@ DRAWS = {
         lambda: functional.rrelu(torch.tensor([[-1.0, 2.0]]), training=True),
         lambda one: float(one[0, 1]) == 2 and -1 / 3 <= float(one[0, 0]) <= -1 / 8,
     ),
+    "rrelu in evaluation": (
+        lambda: nn.RReLU().eval()(torch.tensor([[-1.0, 2.0]])),
+        lambda one: torch.allclose(one, torch.tensor([[-11 / 48, 2.0]])),
+    ),
 }
 
 
@@ -198,7 +202,14 @@ class Halves(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize("kind", [Vae, Vector, Rejecting, Pairs, Halves])
+class Leaky(nn.Sequential):
+    """Slopes are drawn for negative numbers alone, so that a batch draws other ones than its records."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(6, 8), nn.RReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize("kind", [Vae, Vector, Rejecting, Pairs, Halves, Leaky])
 def test_models_that_draw_or_round_are_trained(kind):
     torch.manual_seed(0)
     x, y = torch.randn(40, 6), torch.arange(40) % 3

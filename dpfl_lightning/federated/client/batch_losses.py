@@ -65,7 +65,7 @@ def check_batch_losses(module: ClientModule, x: Inputs, y: Tensor) -> None:
             "Training takes the loss of each record alone, so that what compares records, such as a contrastive loss "
             "or MixUp, would train nothing. Look for means and sums over the first dimension, decisions by .item() of "
             "the whole batch, layers with batch_first=False, and random numbers whose count depends on values, as in "
-            "nn.RReLU; or set per_record: true to train so."
+            "torch.randn(int(mask.sum())); or set per_record: true to train so."
         )
 
 

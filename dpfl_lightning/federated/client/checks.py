@@ -314,7 +314,7 @@ def _try_metrics(module: ClientModule, task: Task, population: Population, shape
     for name, error in metrics.failed.items():
         frame = users_frame(error)
         where = "" if frame is None else f" ({frame.filename}, line {frame.lineno})"
-        got = f"from {name}: {in_one_line(error).rstrip('.')}{where}"
+        got = f"from {name}: {in_one_line(error)}{where}"
         raise UserError(f"`evaluation.metrics` must work on random outputs and labels, got {got}.") from error
     for name in module.undefined_scores:
         warn_user(f"metric {name} has no finite value on {records} random records: is that so for all records?")

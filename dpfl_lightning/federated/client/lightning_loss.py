@@ -57,9 +57,10 @@ class LightningLoss:
         self._step, self._differentiating = _TrainingStep(module), Differentiating()
         self._further_names = further_names(self._step)  # known once, as in `Model`
         metrics = [one for one in module.modules() if isinstance(one, Metric | MetricCollection)]
-        silent = {"log": _nothing, "log_dict": _nothing, "print": _nothing, "_trainer": ClientTrainer("training_step")}
+        silent: dict[str, Any] = dict.fromkeys(("log", "log_dict", "print"), _says_nothing)
+        silent["_trainer"] = ClientTrainer("training_step")
         self._silent: list[tuple[nn.Module, dict[str, Any]]] = [(module, silent)]
-        self._silent += [(one, {"forward": _no_metric, "update": _nothing}) for one in metrics]
+        self._silent += [(one, {"forward": _zero_for_each_name, "update": _says_nothing}) for one in metrics]
 
     def prepare(self, x: Any, y: Tensor, num_classes: int, form: BatchForm, per_record: bool) -> None:
         """Try `training_step` on random records `x [B, *X]`, `y [B]`, in batches of the `form`.
@@ -124,9 +125,11 @@ class LightningLoss:
             kept.require_same()
             must = "give the same loss for the same batch and the same random numbers"
             again = _drawn(y.device, of_first)[0]
-            require(_close(again, first), "training_step", must, "another one", "Look for what it keeps or updates.")
-        advice = "A client draws its batches at random: remove what depends on it."
-        require(_close(later, first), "training_step", "give the same loss for every batch_idx", "another one", advice)
+            two = [first.item(), again.item()]
+            require(_close(again, first), "training_step", must, two, "Look for what it keeps or updates.")
+            advice = "A client draws its batches at random: remove what depends on it."
+            two = [first.item(), later.item()]
+            require(False, "training_step", "give the same loss for every batch_idx", two, advice)
         if not of_records:
             raise UserError(
                 "`training_step` must return the mean or the sum of the losses of single records, got a loss that "
@@ -269,9 +272,9 @@ def _close(actual: Tensor, expected: Tensor, within: float = _WITHIN) -> bool:
     return torch.allclose(actual, expected, rtol=within, atol=1e-5, equal_nan=True)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def _says_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _no_metric(*args: Any, **kwargs: Any) -> Any:
+def _zero_for_each_name(*args: Any, **kwargs: Any) -> Any:
     return defaultdict(lambda: torch.zeros(()))

@@ -143,7 +143,7 @@ def _fabric(device: str, launch: Launch) -> Fabric:
         fabric = Fabric(accelerator=device, devices=launch.local_size, num_nodes=hosts, strategy=strategy)
     except (MisconfigurationException, ValueError, RuntimeError) as error:
         advice = "Write --engine.device cpu, or auto, which takes a GPU if there is one."
-        got = f"got {device!r}: {in_one_line(error).rstrip('.')}. {advice}"
+        got = f"got {device!r}: {in_one_line(error)}. {advice}"
         raise UserError(f"`engine.device` must be a device of this machine, {got}") from None
     part_of(os.getppid())  # its launcher, without which the ranks could not join
     logging.disable(logging.INFO)  # otherwise each rank logs a line about every rank

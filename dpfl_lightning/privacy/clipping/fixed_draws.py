@@ -30,6 +30,8 @@ def _normals(uniforms: Tensor) -> Tensor:
 
 
 def _leaky(result: Tensor, given: Given, uniforms: Uniforms) -> Tensor:
+    if not given["training"]:
+        return result  # of one slope for all
     x = result / given["noise"]  # with slopes that were drawn
     drawn = given["lower"] + uniforms(result.shape) * (given["upper"] - given["lower"])
     slopes = torch.where(x >= 0, 1.0, drawn)
