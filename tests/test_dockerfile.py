@@ -213,7 +213,7 @@ def test_the_server_on_postgresql_is_healthy_and_tracks_a_job(tmp_path, monkeypa
             assert list(tmp_path.glob("artifacts/*/*/artifacts/guarantee.html"))
             assert not (tmp_path / "mlflow.db").exists()
         finally:
-            os.killpg(server.pid, signal.SIGTERM)
+            os.killpg(server.pid, signal.SIGKILL)  # a graceful end may wait for connections
             server.wait()
 
 
