@@ -45,14 +45,46 @@ def test_sigterm_is_an_exception_once_and_the_former_handler_is_restored():
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+@pytest.mark.parametrize("line", range(5))
+def test_of_two_signals_at_once_one_is_raised(line):
+    """The second one arrives at a line of the handler of the first."""
+    left = [line]
+
+    def trace(frame, event, _):
+        if frame.f_code.co_name != "note":
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] < 0:
+                sys.settrace(None)
+                frame.f_trace = None
+                signal.raise_signal(signal.SIGTERM)
+        return trace
+
+    with pytest.raises(Terminated), terminable():
+        sys.settrace(trace)
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            sys.settrace(None)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_whose_exception_python_drops_comes_again(number, capfd):
+@pytest.mark.parametrize("block", [nullcontext, between_rounds])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_signal_whose_exception_python_drops_comes_again(count, block, number, capfd):
     class Referred:
         pass
 
+    def told(_):
+        for _ in range(count):
+            signal.raise_signal(number)
+
     one = Referred()
-    reference = weakref.ref(one, lambda _: signal.raise_signal(number))
-    with pytest.raises(KeyboardInterrupt), terminable():
+    reference = weakref.ref(one, told)
+    with pytest.raises(KeyboardInterrupt), terminable(), block():
+        if block is between_rounds:
+            signal.raise_signal(number)  # which waits
         del one  # the callback drops exceptions
         for _ in range(100):
             time.sleep(0.02)

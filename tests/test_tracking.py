@@ -34,6 +34,7 @@ from dpfl_lightning.models.saved import code_of, load_model
 from dpfl_lightning.papers.distilled_data import load_distilled
 from dpfl_lightning.papers.sets.distilled_set import DistilledSet
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.accounting.noise_source import FRESH, KEYED
 from dpfl_lightning.privacy.clipping.inputs import arguments
 from dpfl_lightning.reporting.curves import Curves
 from dpfl_lightning.reporting.mlflow import SeedsTracking, StudyTracking, Tracking, how_to_open, store_uri, sync
@@ -246,6 +247,20 @@ def test_names_of_runs_say_what_differs(new_tracking, store, folder):
     runs = MlflowClient(store).search_runs([tracking.store.experiment_id], order_by=["start_time"])
     first = "size_weighted eps 1-3 logistic"
     assert {run.info.run_name for run in runs} == {first, f"learning_rate 0.3, {first}", f"2: {first}"}
+
+
+@pytest.mark.usefixtures("blank_figures")
+@pytest.mark.parametrize(("source", "name"), [(FRESH, "main job"), (KEYED, "main job (simulated)")])
+def test_a_chosen_name_does_not_hide_a_simulation_and_units_are_a_column(
+    source, name, new_tracking, only_run, store, folder
+):
+    view = a_view(folder)
+    tracking = new_tracking(run_name="main job")
+    start(tracking, dataclasses.replace(view, run=dataclasses.replace(view.run, source=source)))
+    end_round(tracking, view, a_report(view, 1))
+    assert only_run().info.run_name == name
+    tags = tracking.store.client.get_experiment(tracking.store.experiment_id).tags
+    assert "tags.`unit`" in json.loads(tags["mlflow.sharedViewState.dpfl_lightning"])["selectedColumns"]
 
 
 def test_metrics_of_many_clients_are_summed_up(new_tracking, only_run, folder):

@@ -99,7 +99,9 @@ def terminable() -> Iterator[None]:
         if not isinstance(unraisable.exc_value, KeyboardInterrupt) or not came:
             hook_before(unraisable)
             return
-        again = threading.Timer(0.05, os.kill, (os.getpid(), came.pop()))
+        for turn in _turns:
+            turn[:] = [True]
+        again = threading.Timer(0.05, os.kill, (os.getpid(), came[0]))
         again.daemon = True
         again.start()
 
@@ -114,28 +116,41 @@ def terminable() -> Iterator[None]:
             sys.unraisablehook = hook_before
 
 
+_turns: list[list[bool]] = []  # of each block: one element until a signal takes it, which is the one that is raised
+
+
 @contextmanager
 def _raised(came: list[int], before: Mapping[int, Any], waiting: int) -> Iterator[Callable[[], None]]:
     """Note signals; after so many that wait raise the next one by its handler before, and ignore later ones.
 
-    Yields a function that raises a waiting one.
+    A signal may arrive at any line of the handler of another one. Yields a function that raises a waiting one.
     """
+    turn = [True]
 
     def note(number: int, frame: FrameType | None = None) -> None:
         came.append(number)
-        if len(came) <= waiting and launched().rank == 0:
-            os.write(2, b"The round is finished first, because it has been charged. Another signal ends it now.\n")
-        if len(came) == waiting + 1:
-            if not callable(before[number]):  # the default handler of the system would save nothing
-                raise Terminated(number)
-            before[number](number, frame)
+        if len(came) <= waiting:
+            if launched().rank == 0:
+                os.write(2, b"The round is finished first, because it has been charged. Another signal ends it now.\n")
+            return
+        try:
+            turn.pop()
+        except IndexError:  # another one has been raised
+            return
+        if not callable(before[number]):  # the default handler of the system would save nothing
+            raise Terminated(number)
+        before[number](number, frame)
 
     def check() -> None:
         if came:
             note(came[0])
 
-    with handled(note, before):
-        yield check
+    _turns.append(turn)
+    try:
+        with handled(note, before):
+            yield check
+    finally:
+        _turns.remove(turn)
 
 
 @contextmanager

@@ -51,6 +51,14 @@ class NoiseSource:
         """What every mention of a run has to carry."""
         return f"{self.label}: nobody is protected" if self.label else ""
 
+    def named(self, name: str) -> str:
+        """Add the label to a run's name that a user has chosen.
+
+        >>> KEYED.named("main job"), FRESH.named("main job")
+        ('main job (simulated)', 'main job')
+        """
+        return f"{name} ({self.label})" if self.label and self.label not in name else name
+
     def words(self, device: str) -> str:
         """Describe the source for reports, given the type of the device that draws."""
         if not self.protects:

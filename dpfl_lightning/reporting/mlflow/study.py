@@ -113,7 +113,8 @@ class SeedsTracking(_Parent):
                 return earlier.info.run_id
             source = source_of(options.get("privacy"))
             usual = description.run_name(options["strategies"], budgets, options, source)
-            return self.store.begin(name or self.store.new_name(usual, params), tags, params, options)
+            chosen = source.named(name) if name else self.store.new_name(usual, params)
+            return self.store.begin(chosen, tags, params, options)
 
     def end(self, run_id: str, folders: Sequence[Path], text: str, guarantee: Guarantee) -> None:
         """Log mean and standard deviation over the seeds in each round, `text` as the description, and the guarantee

@@ -61,7 +61,8 @@ def sync(folder: Path, store: Store, running: bool = False) -> int:
         store.tag(run_id, {"status": "running"})
     rounds = len({point.step for point in points})
     known = {point.key for point in points}
-    store.show({"metrics": [name for name in _columns(run) if name in known]})
+    units = ["unit"] if "unit" in run.about["tags"] else []
+    store.show({"metrics": [name for name in _columns(run) if name in known], "tags": units})
     store.log_metrics(run_id, points)
     if not running:
         _end(store, run_id, run)
@@ -92,7 +93,8 @@ def _begun(store: Store, run: runs.Run, tracking: Mapping[str, Any]) -> Run:
         "status": "running",
         "mlflow.note.content": description.markdown(run),
     }
-    name = tracking.get("run_name") or store.new_name(about["name"], about["params"])
+    chosen = tracking.get("run_name")
+    name = run.info.source.named(chosen) if chosen else store.new_name(about["name"], about["params"])
     run_id = store.begin(name, tags, about["params"], run.info.options, exact_times=run.info.exact_times)
     for context, fields in about["datasets"].items():
         store.log_dataset(run_id, fields, context)
