@@ -34,8 +34,8 @@ class Pfa(EpsilonWeighted):
 
     **Privacy** Post-processing. The clients' budgets themselves are disclosed to the server.
 
-    Reference: Liu et al. (2021), Algorithm 3, as in their code. The form of Malekmohammadi et al. (2024), for the whole
-    update, is `experiments/papers/noise_aware/pfa.py`.
+    Reference: Liu et al. (2021), as in their code; their Algorithm 3 prints a projection of the whole update. That of
+    Malekmohammadi et al. (2024) is `WholeUpdatePfa` of `experiments/papers/noise_aware/pfa.py`.
     """
 
     grouping: Literal["mixture", "kmeans", "hierarchical", "top"] = "mixture"
