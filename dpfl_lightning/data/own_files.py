@@ -5,8 +5,8 @@ They are read from a folder of the user's. Their records count as the user's own
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.config.reading import read_text
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.config.reading import expecting, read_json
+from dpfl_lightning.errors import UserError, in_one_line, require, shortened
 
 CLASSES, SIDE = 62, 28  # of FEMNIST: digits, capitals and small letters; pixels
+_LEAF = "Run LEAF's data/femnist/preprocess.sh, and set data.folder to its folder `data`."
+_LOANS = "Such as accepted_2007_to_2018Q4.csv."
 PUBLIC_LOANS = 10_000  # first rows, by which the columns of all others are encoded; they are in no client
 COMPONENTS = 10  # principal components of a loan
 _RATE, _FORBIDDEN = "int_rate", ("id", "member_id", "url", "desc", "title", "emp_title")
@@ -45,28 +47,25 @@ def femnist(folder: Path) -> Records:
 
 def _of_leaf(folder: Path) -> tuple[Tensor, Tensor]:
     files = sorted(folder.glob("*.json"))
-    advice = "Run LEAF's data/femnist/preprocess.sh, and set data.folder to its folder `data`."
-    require(bool(files), str(folder), "hold JSON files of LEAF", "none", advice)
+    require(bool(files), str(folder), "hold JSON files of LEAF", "none", _LEAF)
     parts = [one for file in files for one in _writers(file)]
     x = torch.from_numpy(np.concatenate([pixels for pixels, _ in parts]))
     return x.mul_(2).sub_(1).view(-1, 1, SIDE, SIDE), torch.from_numpy(np.concatenate([labels for _, labels in parts]))
 
 
-def _writers(file: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    try:
-        content = json.loads(read_text(file))
+def _writers(file: Path) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the images `[n, 784]` float32 in [0, 1] and labels `[n]` int64 of each writer in a file."""
+    content = read_json(file, advice=_LEAF)
+    with expecting(file, "be a JSON file of LEAF, with users and user_data", _LEAF):
         users = [content["user_data"][name] for name in content["users"]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"`{file}` must be a JSON file of LEAF, with users and user_data, got {type(error).__name__}: {error}."
-        ) from None
-    for user in users:
-        x, y = np.asarray(user["x"], dtype=np.float32), np.asarray(user["y"], dtype=np.int64)
-        fits = x.shape == (len(y), SIDE * SIDE) and (not len(y) or (x.min() >= 0 and x.max() <= 1))
-        require(fits, str(file), f"hold images of {SIDE * SIDE} numbers from 0 to 1, one per label", x.shape)
-        known = not len(y) or (y.min() >= 0 and y.max() < CLASSES)
-        require(known, str(file), f"hold classes from 0 to {CLASSES - 1}", sorted({*y.tolist()})[-1:])
-        yield x, y
+        read = [(np.asarray(one["x"], dtype=np.float32), np.asarray(one["y"], dtype=np.float64)) for one in users]
+    require(bool(read), str(file), "hold at least one writer", "none", _LEAF)
+    for x, y in read:
+        fits = y.ndim == 1 and x.shape == (len(y), SIDE * SIDE) and bool(((x >= 0) & (x <= 1)).all())
+        require(fits, str(file), f"hold images of {SIDE * SIDE} numbers from 0 to 1, one per label", x.shape, _LEAF)
+        unknown = sorted({*y.tolist()} - {*range(CLASSES)})
+        require(not unknown, str(file), f"hold classes from 0 to {CLASSES - 1}", unknown[:1], _LEAF)
+    return [(x, y.astype(np.int64)) for x, y in read]
 
 
 def lending_club(folder: Path, public: int = PUBLIC_LOANS) -> Records:
@@ -79,9 +78,8 @@ def lending_club(folder: Path, public: int = PUBLIC_LOANS) -> Records:
     import pandas as pd
 
     files = sorted([*folder.glob("*.csv"), *folder.glob("*.csv.gz")])
-    advice = "Such as accepted_2007_to_2018Q4.csv."
-    require(len(files) == 1, str(folder), "hold one CSV file of loans", [one.name for one in files], advice)
-    table = pd.read_csv(files[0], low_memory=False)
+    require(len(files) == 1, str(folder), "hold one CSV file of loans", [one.name for one in files], _LOANS)
+    table = _table(files[0])
     require(_RATE in table, str(files[0]), f"have a column {_RATE}", list(table)[:5])
     rate = pd.to_numeric(table[_RATE].astype(str).str.rstrip("% "), errors="coerce")
     table, rate = table[rate.notna()].reset_index(drop=True), rate[rate.notna()].reset_index(drop=True)
@@ -92,6 +90,17 @@ def lending_club(folder: Path, public: int = PUBLIC_LOANS) -> Records:
     test = rows[::5]
     train = rows[(rows - public) % 5 != 0]
     return Records(x[train], y[train], x[test], y[test], 1)
+
+
+def _table(file: Path) -> Any:
+    """Read a CSV file, which may be larger than the files that `read_bytes` reads."""
+    import pandas as pd
+
+    try:
+        return pd.read_csv(file, low_memory=False)
+    except (ValueError, OSError, EOFError, zlib.error) as error:
+        got = shortened(in_one_line(error))
+        raise UserError(f"`{file}` must be a CSV file of loans, got {got}. {_LOANS}") from None
 
 
 def _encoded(table: Any, public: int) -> np.ndarray:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from dpfl_lightning.config.typed import options_of, valid
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.draws import fixed_rng
 from dpfl_lightning.federated.client.evaluation import PlainScorer, Scorer, evaluate
 from dpfl_lightning.federated.client.fairness import KEY, FairnessMeasure
@@ -85,7 +84,6 @@ class CentralModels(FairnessMeasure):
     def models(self, module: ClientModule, population: Population) -> Tensor:
         """The central models `[M, P]` of the true groups 0..M - 1, from the initial parameters of the module."""
         groups = _groups(population)
-        require(not module.personal, KEY, "be null if clients have personal parameters", "a measure")
         members = [[i for i, group in enumerate(groups) if group == one] for one in range(max(groups) + 1)]
         pooled = [torch.cat([population.train_of[i] for i in some]).unique() for some in members]
         with fixed_rng(module.device):

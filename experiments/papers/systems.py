@@ -20,7 +20,7 @@ from experiments.pages import markdown
 
 FILE = Path(__file__).parent / "systems.yaml"
 PACKAGE = Path(__file__).parents[2] / "dpfl_lightning"
-STEPS = ("printed", "sound", "ours")
+STEPS = ("printed", "released", "sound", "ours")
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """LEAF's FEMNIST and loans of Lending Club, from small files in their true format."""
 
 import csv
+import gzip
 import json
 
 import numpy as np
@@ -25,6 +26,10 @@ def leaf(folder, part, writers, records=3):
     return data
 
 
+def one_writer(x, y) -> str:
+    return json.dumps({"users": ["a"], "user_data": {"a": {"x": x, "y": y}}})
+
+
 def test_femnist_is_read_as_leaf_writes_it(tmp_path):
     data = leaf(tmp_path, "train", ["f0001_41", "f0005_26"])
     leaf(tmp_path, "test", ["f0001_41"], records=2)
@@ -39,17 +44,34 @@ def test_femnist_is_read_as_leaf_writes_it(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"users": ["a"]}', "must be a JSON file of LEAF"),
-        ("[1", "must be a JSON file of LEAF"),
-        (json.dumps({"users": ["a"], "user_data": {"a": {"x": [[0.5] * 10], "y": [1]}}}), "images of 784 numbers"),
-        (json.dumps({"users": ["a"], "user_data": {"a": {"x": [[0.5] * 784], "y": [62]}}}), "classes from 0 to 61"),
+        ('{"users": ["a"]}', "must be a JSON file of LEAF, with users and user_data, got a file without 'user_data'"),
+        ('{"users": ["a"], "user_data": {}}', "must be a JSON file of LEAF, .*got a file without 'a'"),
+        ('{"users": ["a"], "user_data": {"a": 1}}', "must be a JSON file of LEAF"),
+        ('{"users": [], "user_data": {}}', "hold at least one writer, got 'none'"),
+        ("[1]", "must hold a JSON object, got 'list'"),
+        ("[1", "must be a file that can be read, got .*Expecting ',' delimiter"),
+        ("[" * 100_000, "must be a file that can be read, got .*recursion"),
+        (b"\xff\xfe{}", "must be a file that can be read, got .*not UTF-8"),
+        (one_writer([[0.5] * 10], [1]), "images of 784 numbers from 0 to 1, one per label, got \\(1, 10\\)"),
+        (one_writer([[0.5] * 784, [0.5]], [1, 1]), "must be a JSON file of LEAF"),
+        (one_writer([[float("nan")] * 784], [1]), "images of 784 numbers"),
+        (one_writer([[0.5] * 784], ["one"]), "must be a JSON file of LEAF"),
+        (one_writer([[0.5] * 784], 1), "one per label"),
+        (one_writer([[0.5] * 784], [1.5]), "classes from 0 to 61, got \\[1.5\\]"),
+        (one_writer([[0.5] * 784], [float("nan")]), "classes from 0 to 61, got \\[nan\\]"),
+        (one_writer([[0.5] * 784], [62]), "classes from 0 to 61"),
     ],
+    ids=range(16),
 )
-def test_files_that_are_not_leafs_are_refused(text, words, tmp_path):
+def test_files_that_are_not_leafs_are_refused_in_one_sentence(text, words, tmp_path):
     (tmp_path / "train").mkdir()
-    (tmp_path / "train" / "a.json").write_text(text)
-    with pytest.raises(UserError, match=words):
+    file = tmp_path / "train" / "a.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=words) as error:
         datasets.load("femnist", str(tmp_path))
+    said = str(error.value)
+    assert said.startswith(f"`{file}` must ") and "\n" not in said and len(said) < 700
+    assert said.endswith("Run LEAF's data/femnist/preprocess.sh, and set data.folder to its folder `data`.")
 
 
 def test_a_folder_is_asked_for(tmp_path):
@@ -91,6 +113,26 @@ def test_loans_are_encoded_by_the_public_ones_alone(tmp_path):
     (tmp_path / "accepted_2007_to_2018Q4.csv").write_text("\n".join(changed))
     again = own_files.lending_club(tmp_path, public=40)
     assert torch.equal(again.x[:-1], found.x[:-1]) and not torch.equal(again.x[-1], found.x[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", b""),
+        ("a.csv", b"int_rate,a\n1,2,3,4\n1\n5,6,7,8,9\n"),
+        ("a.csv", b"int_rate\n\xff\xfe\n"),
+        ("a.csv.gz", b"int_rate\n1\n"),
+        ("a.csv.gz", gzip.compress(b"int_rate\n" * 99)[:-9]),
+    ],
+    ids=["empty", "rows of other lengths", "no UTF-8", "no gzip", "cut off"],
+)
+def test_files_that_are_no_loans_are_refused_in_one_sentence(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(
+        UserError, match=rf"^`.*{name}` must be a CSV file of loans, got .+\. Such as accepted_2007"
+    ) as error:
+        datasets.load("lending_club", str(tmp_path))
+    assert "\n" not in str(error.value)
 
 
 def test_too_few_loans_are_refused(tmp_path):

@@ -16,10 +16,13 @@ from dpfl_lightning.federated.client.fairness import build_fairness
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.run import Run
+from dpfl_lightning.models import PersonalInput
 from dpfl_lightning.papers.central_models import CentralModels
 from dpfl_lightning.reporting.description import markdown
 from dpfl_lightning.reporting.terminal import print_ended
 
+GIVEN = r"CentralModels\(epochs=6, .*\)"  # by `loop_of`
+PERSONAL = ClientModule(PersonalInput(small_net(), (6,)))
 NAMES = {"fairness_acc_gap", "fairness_loss_gap"}
 
 
@@ -96,18 +99,21 @@ def test_a_resumed_run_has_the_same_gaps(make_loop, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"privacy": private(noise_key=None)}, "be null where noise protects records.*pooled records of all"),
-        ({"population": blobs()}, r"be null unless clients have true groups"),
+        ({"privacy": private(noise_key=None)}, r"left out where noise protects records, got {}.*pooled records.* {}"),
+        ({"population": blobs()}, r"null unless clients have true groups, got {}.*data\.groups"),
+        ({"module": PERSONAL}, r"null if clients have personal parameters, got {}.*model\.personal_input"),
     ],
 )
 def test_runs_of_real_records_are_refused_before_anything_is_charged(options, words, make_loop, tmp_path):
-    with pytest.raises(UserError, match=rf"`evaluation\.fairness` must {words}"):
+    way_out = r"A simulation may have it: set privacy\.noise_key: KEY or privacy: null\."
+    with pytest.raises(UserError, match=r"`evaluation\.fairness` must be " + words.format(GIVEN, way_out)):
         loop_of(make_loop, **{"output_dir": tmp_path / "refused", **options})
     assert not (tmp_path / "refused").exists()
 
 
 def test_records_at_sites_are_refused(make_loop):
-    with pytest.raises(UserError, match=r"`evaluation\.fairness` must be null with records at sites"):
+    words = r"`evaluation\.fairness` must be null with records at sites, got CentralModels\(epochs=6"
+    with pytest.raises(UserError, match=words):
         loop_of(make_loop, remote=object())
 
 

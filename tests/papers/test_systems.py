@@ -10,6 +10,7 @@ from experiments.papers import systems as module
 from experiments.papers.__main__ import main
 from experiments.papers.claims import PAPERS
 from experiments.papers.systems import FILE, System, section, systems, trained
+from experiments.papers.tables import noise_aware, robustness, selection
 
 
 def test_every_system_names_options_that_exist():
@@ -23,7 +24,7 @@ def test_every_system_names_options_that_exist():
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
-    [("file", "papers/none.py", "be a file of"), ("steps", "copied", "be one of printed, sound, ours")],
+    [("file", "papers/none.py", "be a file of"), ("steps", "copied", "be one of printed, released, sound, ours")],
 )
 def test_a_file_or_kind_of_steps_that_does_not_exist_is_refused(field, value, words, monkeypatch):
     text = read_yaml(str(FILE))
@@ -49,5 +50,35 @@ def test_one_round_of_every_system_is_planned_and_trained(paper):
     assert found and not [words for words in found.values() if "FAILED" in words]
     infinite = {name for name, words in found.items() if words.startswith("No differential privacy")}
     plain = {one.name for one in systems() if one.paper == paper and one.options.get("privacy", "") is None}
-    published = {"RC-DPFL, R-DPCFL as published", "f-CDPFL as published", "DPFL-BCS, losses of the noiseless step"}
+    published = {"RC-DPFL, R-DPCFL as published", "f-CDPFL as published", "f-CDPFL, initial models of the code"}
+    published.add("DPFL-BCS, losses of the noiseless step")
     assert infinite == (plain | published) & set(found)
+
+
+def test_labels_say_which_pfa_projects_what():
+    """Malekmohammadi et al. project the whole update, and `pfa` each tensor, as the code of Liu et al."""
+    in_robustness = next(rule for rule in robustness.RULES if rule["name"] == "pfa")
+    for title, options in (
+        noise_aware._METHODS["pfa"],
+        selection._METHODS["pfa"],
+        (in_robustness["title"], in_robustness),
+    ):
+        assert title == f"PFA, {'whole update' if 'WholeUpdatePfa' in str(options) else 'per tensor'}"
+    of_pfa = [one for one in systems() if one.name.startswith("PFA")]
+    assert len(of_pfa) == 3
+    for one in of_pfa:
+        whole = "experiments.papers.noise_aware.pfa.WholeUpdatePfa" in one.options["strategies"]
+        assert one.name == f"PFA, {'whole update' if whole else 'per tensor'}" and one.steps == "released"
+
+
+def test_labels_say_whose_choices_have_noise():
+    """f-CDPFL as the papers have it chooses without noise."""
+    found = {one.name: one for one in systems() if one.name.startswith("f-CDPFL")}
+    assert len(found) == 3
+    for name, one in found.items():
+        noised = one.options["strategies"]["ifca"].get("selection") != "paper_argmin"
+        assert noised == (name == "f-CDPFL, private choices") == (one.steps == "sound")
+
+
+def test_steps_of_a_released_code_are_not_called_printed():
+    assert {one.steps for one in systems() if "code" in one.where} == {"released"}

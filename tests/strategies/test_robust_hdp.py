@@ -60,6 +60,27 @@ def test_blocks_of_robust_pca_reach_it_and_no_other_estimator(option, view):
         RobustHdp(**option)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rows": 84}, r"rows` must be at most the 83 parameters of the model, got 84\. null takes all"),
+        (
+            {"rows": 20, "blocks": 5},
+            r"blocks` must be at most 4, as 83 parameters have so many of 20 rows, got 5\. null",
+        ),
+        ({"blocks": 2}, r"blocks` must be at most 1, as 83 parameters have so many of 83 rows, got 2"),
+    ],
+)
+def test_more_rows_or_blocks_than_there_are_are_refused_before_any_charge(options, words, make_loop, tmp_path):
+    """83 parameters. The default of `rows`, the paper's for large models, takes the whole of a small one."""
+    loop = make_loop(parts=[RobustHdp("rpca", **options)], output_dir=tmp_path / "refused")
+    with pytest.raises(UserError, match=rf"`strategies\.robust_hdp\.{words}"):
+        loop.run()
+    assert not (tmp_path / "refused" / "ledger.jsonl").exists()
+    for fits in ({"rows": 83}, {"rows": 20, "blocks": 4}, {"blocks": None}, {}):
+        make_loop(parts=[RobustHdp("rpca", **fits)]).plan_schedule()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "estimated"),

@@ -341,6 +341,12 @@ def test_identical_public_updates_have_no_direction_but_a_mean():
 
 
 @pytest.mark.parametrize("grouping", ["mixture", "kmeans", "hierarchical"])
+def test_a_share_of_clients_is_refused_where_budgets_group_them(grouping):
+    with pytest.raises(UserError, match=rf"pfa\.top_fraction` must be null with grouping {grouping}, got 0.1\. .*top"):
+        Pfa(grouping=grouping, top_fraction=0.1)
+
+
+@pytest.mark.parametrize("grouping", ["mixture", "kmeans", "hierarchical"])
 def test_groups_by_budget(grouping):
     assert np.flatnonzero(larger_budgets(DIST2, grouping, 0.1, 0)).tolist() == [0, 4, 5]
 

@@ -21,7 +21,8 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.query import ChargedQuery, MeanLoss
+from dpfl_lightning.federated.messages.query import ChargedQuery, LossOfOwnStep, MeanLoss, NoMechanism
+from dpfl_lightning.federated.messages.requests import Ask
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.papers.selection.two_stage_selection import FILTER, TwoStageSelection
@@ -30,6 +31,7 @@ from dpfl_lightning.privacy.accounting.events import SelectionEvent
 from dpfl_lightning.privacy.accounting.gaussian import gaussian_mu
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
+from dpfl_lightning.sites import wire
 from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection
 
 ROUNDS, WARMUP = 12, 4
@@ -155,6 +157,30 @@ def test_losses_of_a_noiseless_step_are_those_of_the_box_and_every_epsilon_is_in
         assert math.isinf(guarantee.epsilon) == (client in reporting)
         assert client not in reporting or "a step without noise" in guarantee.words()
     assert all(np.isfinite(loss) for _, _, loss in strategy._after)
+
+
+def test_a_noiseless_step_on_records_that_noise_protects_is_refused(make_loop, tmp_path):
+    """It would be a release without noise, even if the guarantee said so."""
+    folder, strategy = tmp_path / "refused", two_stages(TwoStagesAsPrinted, second_loss="noiseless_step")
+    words = r"second_loss` must be left out where noise protects records, got 'noiseless_step'.*privacy\.noise_key: KEY"
+    with pytest.raises(UserError, match=words):
+        federation(make_loop, strategy, privacy={"noise_key": None}, output_dir=folder)
+    assert not folder.exists()
+    federation(make_loop, two_stages(TwoStagesAsPrinted), privacy={"noise_key": None}).plan_schedule()
+    federation(make_loop, strategy, privacy=None).plan_schedule()
+
+
+def test_no_message_to_a_site_can_ask_for_a_noiseless_step():
+    question = LossOfOwnStep(
+        mechanism_of={0: NoMechanism("all")},
+        models=torch.zeros(1, 3),
+        row_of={0: 0},
+        learning_rate_of={0: 0.1},
+        clip_norm_of={0: 1.0},
+        clip_order=2,
+    )
+    with pytest.raises(wire.WireError, match="LossOfOwnStep"):
+        wire.encode(Ask(1, question))
 
 
 def after_own_step(net, params, x, y, learning_rate, clip_norm) -> float:

@@ -17,7 +17,7 @@ from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score
 from dpfl_lightning.models.tasks import Measure
-from dpfl_lightning.privacy.accounting.noise_source import SOURCES
+from dpfl_lightning.privacy.accounting.noise_source import require_simulated
 
 KEY = "evaluation.fairness"
 
@@ -57,7 +57,7 @@ class FairnessMeasure:
 class ComparedClients(LocalClients):
     """Clients of a simulation whose evaluations have a fairness measure.
 
-    Raises UserError where noise protects records, and without true groups.
+    Raises UserError where noise protects records, without true groups, and with personal parameters.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class ComparedClients(LocalClients):
     ) -> None:
         super().__init__(population, module, channel, privacy)
         why = "It trains models on the pooled records of all clients, without noise, and compares losses on them."
-        ways = " or ".join(one.option for one in SOURCES.values() if not one.protects)
-        must = "be null where noise protects records"
-        require(not self.source.protects, KEY, must, "a measure", f"{why} A simulation may have it: see {ways}.")
-        must = "be null unless clients have true groups, such as those of data.groups"
-        require(population.groups is not None, KEY, must, "a measure", "Each true group has one central model.")
+        require_simulated(self.source, KEY, measure, why)
+        must, advice = "be null unless clients have true groups", "Set data.groups: each group has one central model."
+        require(population.groups is not None, KEY, must, measure, advice)
+        advice = "No pooled records have trained them. Leave out model.personal_input."
+        require(not module.personal, KEY, "be null if clients have personal parameters", measure, advice)
         self._measure, self.caveats = measure, (*self.caveats, CAVEAT)
 
     def evaluate(self, final_models: ClientModels) -> Evaluation:

@@ -9,12 +9,15 @@ from annotated_types import Interval
 from torch import Tensor
 
 from dpfl_lightning.algorithms.cohorts import larger_budgets
+from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.jobs import TRAINING
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.papers.baselines.epsilon_weighted import EpsilonWeighted
+
+_TOP = 0.1  # share of clients that are public with `grouping: top`
 
 
 @dataclass
@@ -30,19 +33,25 @@ class Pfa(EpsilonWeighted):
         grouping: how clients are split: `mixture` (two Gaussians), `top` (the largest `top_fraction`), `kmeans` or
             `hierarchical`.
         components: dimension of the subspace.
-        top_fraction: share of clients that are public with `grouping: top`.
+        top_fraction: share of clients that are public with `grouping: top`; null is 0.1.
 
     **Privacy** Post-processing. The clients' budgets themselves are disclosed to the server.
 
-    Reference: Liu et al. (2021), Algorithm 3, as in their code. The form of Malekmohammadi et al. (2024), for the whole
-    update, is `experiments/papers/noise_aware/pfa.py`.
+    Reference: Liu et al. (2021), as in their code; their Algorithm 3 prints a projection of the whole update. That of
+    Malekmohammadi et al. (2024) is `WholeUpdatePfa` of `experiments/papers/noise_aware/pfa.py`.
     """
 
     grouping: Literal["mixture", "kmeans", "hierarchical", "top"] = "mixture"
     components: Annotated[int, Interval(ge=1)] = 1
-    top_fraction: Annotated[float, Interval(gt=0, lt=1)] = 0.1
+    top_fraction: Annotated[float, Interval(gt=0, lt=1)] | None = None
 
     jobs = TRAINING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unused = self.grouping != "top" and self.top_fraction is not None
+        must = f"be null with grouping {self.grouping}"
+        require(not unused, self._key("top_fraction"), must, self.top_fraction, "It is of grouping top alone.")
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return True
@@ -50,7 +59,8 @@ class Pfa(EpsilonWeighted):
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         schedule = super().plan_run(schedule, view)
         epsilon = np.array(view.facts.reported_epsilon)
-        self._public = torch.from_numpy(larger_budgets(epsilon, self.grouping, self.top_fraction, view.seed))
+        top = _TOP if self.top_fraction is None else self.top_fraction
+        self._public = torch.from_numpy(larger_budgets(epsilon, self.grouping, top, view.seed))
         return schedule
 
     def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:

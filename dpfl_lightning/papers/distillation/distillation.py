@@ -70,6 +70,7 @@ COUNTS = 2  # additional columns of a block without noise: records drawn, and re
 #: condensation paper
 _LOOPS = {1: (1, 1), 10: (10, 50), 20: (20, 25), 30: (30, 20), 40: (40, 15), 50: (50, 10)}
 
+_TRIMMED = 0.2  # share of the clients that `trimmed_mean` drops at each end
 _Rate = Annotated[float, Interval(gt=0, lt=math.inf)]
 
 
@@ -107,7 +108,7 @@ class Distillation(SetStrategy):
             each client counts once, by its mean gradient: `client_means`, `sum_of_client_means` (the paper's eq. 3),
             and against wrong labels `median` (the paper's defence) and `trimmed_mean`. With noise a mean is over the
             public number of records, so a client without the class counts, too, with noise alone.
-        trimmed_share: share of the clients that `trimmed_mean` drops at each end.
+        trimmed_share: share of the clients that `trimmed_mean` drops at each end; null is 0.2.
         participation_fraction: fraction of the clients that is drawn in every round; no privacy amplification is
             claimed for it.
         sampling: `full` (all records of a client), `poisson` (with its batch_size), or `fixed` (`records_per_class`
@@ -134,7 +135,7 @@ class Distillation(SetStrategy):
     net_epochs: Annotated[int, Interval(ge=0)] | None = None
     net_learning_rate: _Rate = 0.01
     aggregation: Literal["sum", "client_means", "sum_of_client_means", "median", "trimmed_mean"] = "sum"
-    trimmed_share: Annotated[float, Interval(ge=0, lt=0.5)] = 0.2
+    trimmed_share: Annotated[float, Interval(ge=0, lt=0.5)] | None = None
     participation_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0
     sampling: Literal["full", "poisson", "fixed"] | None = None
     records_per_class: Count = 256
@@ -150,6 +151,10 @@ class Distillation(SetStrategy):
         self._centre = CENTRES.get(self.aggregation)
         must = "be equal unless aggregation is sum"
         require(self._centre is None or given == "equal", self._key("row_weights"), must, given)
+        unused = self.aggregation != "trimmed_mean" and self.trimmed_share is not None
+        must = f"be null with aggregation {self.aggregation}"
+        require(not unused, self._key("trimmed_share"), must, self.trimmed_share, "It is of trimmed_mean alone.")
+        self._trimmed_share = _TRIMMED if self.trimmed_share is None else self.trimmed_share
         every, epochs = loops(self.images_per_class)
         self._reinit_every = every if self.reinit_every is None else self.reinit_every
         epochs = epochs if self.net_epochs is None else self.net_epochs
@@ -295,12 +300,12 @@ class Distillation(SetStrategy):
         sent = updates.released[counting]  # [C, G, d], all divided by the public numbers of records
         if self._private:
             held = torch.ones(sent.shape[:2], dtype=torch.bool, device=sent.device)
-            return class_centres(self._centre, sent, held, self.trimmed_share)[None]
+            return class_centres(self._centre, sent, held, self._trimmed_share)[None]
         divisor = torch.tensor(divisors(updates), dtype=torch.float64).to(sent)[counting]
         numbers = (sent[..., -COUNTS:] * divisor[:, None, None]).round()  # [C, G, 2]
         drawn = numbers[..., 0]
         means = sent[..., :-COUNTS] * (divisor[:, None] / drawn.clamp_min(1.0))[..., None]
-        centres = class_centres(self._centre, means, drawn > 0, self.trimmed_share)
+        centres = class_centres(self._centre, means, drawn > 0, self._trimmed_share)
         records, sums = float(divisor.sum()), centres * drawn.sum(dim=0)[:, None]
         self._heard = {0: Heard(records)}
         return (torch.cat([sums, numbers.sum(dim=0)], dim=1) / records)[None]

@@ -71,7 +71,8 @@ class RobustHdp(Strategy):
         max_weight: upper bound on a client's weight, at least 1 / clients. It is the only bound on the influence of a
             client that sends an update near zero; 0.5 is a safe value. It is exact if no other strategy changes the
             weights.
-        rows: number of parameters that `rpca` reads together (p' of the paper); null takes all.
+        rows: number of parameters that `rpca` reads together (p' of the paper); null takes all, as does the default if
+            there are fewer.
         blocks: number of such blocks over which variances are averaged (Q of the paper); null takes all that there are.
         row_choice: `rpca` reads parameters at `random` (from a public seed), or from the `head` on, as in the paper.
 
@@ -112,6 +113,7 @@ class RobustHdp(Strategy):
         clients = view.facts.num_clients
         must, advice = f"be at least 1 / {clients}, the number of clients", "Use uniform for equal weights."
         require(self.max_weight * clients >= 1, self._key("max_weight"), must, self.max_weight, advice)
+        self._check_blocks(sum(tensor.numel() for tensor in view.module.trainable))
         data = view.run.options.get("data", {})
         partition = (data.get("partition") or {}).get("name")
         differ = "groups" if data.get("groups") else partition if partition in ("dirichlet", "shards") else ""
@@ -121,6 +123,16 @@ class RobustHdp(Strategy):
                 "clients with the largest batches will decide what is learned. Use noise_aware, or equal batch sizes."
             )
         return schedule
+
+    def _check_blocks(self, num_params: int) -> None:
+        """Raise UserError for more rows or blocks than there are; the default of `rows` may be above a small model."""
+        rows, blocks, advice = self.rows or num_params, self.blocks or 1, "null takes all that there are."
+        must = f"be at most the {num_params:,} parameters of the model"
+        require(rows <= num_params or rows == type(self).rows, self._key("rows"), must, rows, advice)
+        rows = min(rows, num_params)
+        most = num_params // rows
+        must = f"be at most {most:,}, as {num_params:,} parameters have so many of {rows:,} rows"
+        require(blocks <= most, self._key("blocks"), must, blocks, advice)
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         known, clients = self._known, list(plan.clients)

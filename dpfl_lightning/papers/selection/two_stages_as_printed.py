@@ -39,6 +39,7 @@ from dpfl_lightning.strategies.selection.quotas import PURPOSE
 
 _OWN_STEP = LossOfOwnStep.purpose
 _LEAK = "losses after a step without noise, which records move by an unknown amount"
+_WHY_SIMULATED = "It sends losses after a step without noise. noisy_update sends noised ones."
 
 
 @dataclass
@@ -50,7 +51,7 @@ class TwoStagesAsPrinted(TwoStageSelection):
 
     Args:
         second_loss: `noisy_update`: clipped and noised, at the client's noisy update. `noiseless_step`: as printed, at
-            the client's step without noise; every epsilon is infinite, so that it is for simulations only.
+            the client's step without noise, so that every epsilon is infinite. It is refused outside simulations.
         calibration: `exact` composes all participations; `linear` gives each one epsilon / T_n and delta / T_n, as
             printed: valid, with several times the noise.
 
@@ -64,7 +65,9 @@ class TwoStagesAsPrinted(TwoStageSelection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._losses_a_round = 1 if self.second_loss == "noiseless_step" else 2
+        own_step = self.second_loss == "noiseless_step"
+        self._losses_a_round = 1 if own_step else 2
+        self.simulated = {"second_loss": _WHY_SIMULATED} if own_step else {}
         self._after: list[Report] = []  # second losses
         self._constants: dict[str, float] = {}
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpfl_lightning.config.options import PrivacyOptions
+from dpfl_lightning.errors import require
 
 _FRESH = "AES-256 in counter mode, keyed afresh by the operating system for every release"
 
@@ -89,6 +90,13 @@ def source_of(privacy: PrivacyOptions | Mapping[str, Any] | None) -> NoiseSource
         return NO_NOISE
     given = privacy if isinstance(privacy, Mapping) else vars(privacy)
     return FRESH if given.get("noise_key") is None else KEYED
+
+
+def require_simulated(source: NoiseSource, key: str, got: object, why: str) -> None:
+    """Raise UserError about the option `key` if noise of this source protects records, which the option would not."""
+    must = "be left out where noise protects records"
+    others = " or ".join(f"{one.option}: {given}" for one, given in ((KEYED, "KEY"), (NO_NOISE, "null")))
+    require(not source.protects, key, must, got, f"{why} A simulation may have it: set {others}.")
 
 
 def key_of(privacy: PrivacyOptions | None) -> str | None:

@@ -11,7 +11,7 @@ _TRUNCATED = "the paper cuts off after two decimals here"
 #: name -> title and strategies; PFA and Robust-HDP are as in the paper's released code
 _METHODS: dict = {
     "weiavg": ("WeiAvg", {"epsilon_weighted": {}}),
-    "pfa": ("PFA", {"experiments.papers.noise_aware.pfa.WholeUpdatePfa": {}}),
+    "pfa": ("PFA, whole update", {"experiments.papers.noise_aware.pfa.WholeUpdatePfa": {}}),
     "dpfedavg": ("DPFedAvg", {"size_weighted": {}}),
     "min_eps": ("minimum epsilon", {"minimum_epsilon": {}}),
     "robust_hdp": ("Robust-HDP", {"robust_hdp": {"estimator": "rpca", "reestimate_every": 0, "row_choice": "head"}}),

@@ -14,7 +14,7 @@ RULES = [
     for name, title, strategies in (
         ("size_weighted", "weights by data size", {"size_weighted": {}}),
         ("epsilon_weighted", "weights by budget", {"epsilon_weighted": {}}),
-        ("pfa", "PFA", {"pfa": {}}),
+        ("pfa", "PFA, per tensor", {"pfa": {}}),
         ("robust_hdp", "Robust-HDP", {"robust_hdp": {"estimator": "rpca"}}),
         ("noise_aware", "noise_aware (ours)", {"noise_aware": {}}),
         ("noise_floor", "noise_aware and noise_floor (ours)", {"noise_aware": {}, "noise_floor": {}}),
