@@ -72,6 +72,7 @@ class Pair(nn.Module):
         return x.sum(dim=1), self.net(x)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("engine", ["fast", "serial", "trainer"])
 def test_every_engine_trains_by_the_given_loss_output_and_optimizer(engine, make_loop):
     """Against plain gradient descent: without noise, on full batches."""
@@ -135,6 +136,7 @@ def test_a_function_that_returns_something_else_is_refused_before_a_run(argument
         make_loop(module=ClientModule(small_net(), **arguments))
 
 
+@pytest.mark.e2e
 def test_given_functions_replace_those_of_a_lightning_module(make_loop):
     class Lit(L.LightningModule):
         def __init__(self):

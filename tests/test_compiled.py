@@ -79,6 +79,7 @@ def test_a_file_that_was_cut_off_is_written_anew(kind, left, loop, tmp_path):
         assert times(again) == 2 and from_disk(again)
 
 
+@pytest.mark.e2e
 def test_a_full_disk_ends_nothing(loop, monkeypatch):
     def full(*what):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -40,6 +40,7 @@ class Breaks(Callback):
         raise KeyboardInterrupt
 
 
+@pytest.mark.e2e
 def test_every_file_has_the_mode_of_the_table_and_the_table_no_others(make_loop, new_store, tmp_path):
     before = os.umask(0o022)
     try:

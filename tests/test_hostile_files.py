@@ -142,6 +142,7 @@ def mutated(text: str, rng: random.Random) -> str:
     return text
 
 
+@pytest.mark.e2e
 def test_mutated_configurations_are_accepted_or_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     texts = [path.read_text() for path in presets().values()]

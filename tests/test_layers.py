@@ -74,6 +74,7 @@ ONLY_IN = {
 }
 
 
+@pytest.mark.e2e
 def test_every_room_has_its_floor():
     rooms = {room for pair in arrows() for room in pair}
     assert rooms == {room for floor in FLOORS for room in floor}

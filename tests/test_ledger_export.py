@@ -92,6 +92,7 @@ KINDS = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("adjacency", ["add_remove", pytest.param("replace_one", marks=pytest.mark.e2e)])
 def test_every_kind_of_release_has_a_valid_bound(adjacency, tmp_path, monkeypatch, capsys):
     file, clients = tmp_path / "dp_events.json", len(KINDS)

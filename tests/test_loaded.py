@@ -37,6 +37,7 @@ def loaded(names: str) -> dict[str, str]:
     return json.loads(text.stdout)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("names", BOUNDS)
 def test_imports_load_little(names):
     files = loaded(names)

@@ -79,6 +79,7 @@ def play(tracking, view, rounds, dead, patch):
         end_round(tracking, view, a_report(view, round))
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore:MLflow at")
 @pytest.mark.parametrize(
     "by, dead", [("resume", 5), ("sync", 5), *(pytest.param(*one, marks=pytest.mark.e2e) for one in OTHERS)]
@@ -207,6 +208,7 @@ def test_eight_processes_at_once_make_one_store(tmp_path):
     assert all(len(history(run.info.run_id, "test_accuracy")) == 30 for run in found)
 
 
+@pytest.mark.e2e
 def test_a_server_that_accepts_and_never_answers_is_one_error(monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     with closing(socket.socket()) as server:

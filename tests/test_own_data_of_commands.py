@@ -93,6 +93,7 @@ def place(tmp_path, monkeypatch):
     sys.modules.pop("hospitals_of_tests", None)
 
 
+@pytest.mark.e2e
 def test_every_command_takes_a_users_clients_by_name(place, capsys, monkeypatch):
     assert plan_command(["--config", "own.yaml", "--json"]) == 0
     planned = capsys.readouterr().out
@@ -153,6 +154,7 @@ def test_a_mapping_of_data_sets_and_a_datamodule_become_a_population(words, plac
     assert population.names == ("berlin", "rome", "oslo") and population.num_classes == 2
 
 
+@pytest.mark.e2e
 def test_evaluate_gives_the_scores_of_the_run_with_personal_parameters_or_says_that_it_does_not(place, capsys):
     words = ["--config", "own.yaml", "--model.personal_input", "true", "--clients.learning_rate", "5"]
     assert fit_command(words) == 0 and capsys.readouterr()
@@ -245,6 +247,7 @@ def test_a_table_needs_no_code(place):
 EQUAL = ["--clients.batch_size", "8", "--privacy.epsilon", "8"]
 
 
+@pytest.mark.e2e
 def test_options_by_name_of_client_in_yaml_and_on_the_command_line(place):
     values = [
         "--privacy.epsilon",

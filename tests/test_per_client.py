@@ -22,6 +22,7 @@ def test_one_value_or_a_list_becomes_one_value_a_client():
     assert resolve("privacy.epsilon", [3.0, 1.0, math.inf], 3, seed=0) == (3.0, 1.0, math.inf)
 
 
+@pytest.mark.e2e
 @given(num_clients=st.integers(1, 40), seed=st.integers(0, 2**40))
 def test_every_named_distribution_stays_in_its_range(num_clients: int, seed: int):
     def drawn(key: str, kind: type = float, **options: object) -> tuple:

@@ -68,6 +68,7 @@ strategies: {{{strategies}}}
 """
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("strategies", ["size_weighted: {}", "distillation: {image_steps: 2, min_participants: 3}"])
 def test_what_may_be_published_says_nothing_private(strategies, tmp_path, monkeypatch):
     folder = tmp_path / "kardiologie"
@@ -129,6 +130,7 @@ def test_arguments_of_an_own_function_and_the_command_line_say_nothing_private(t
     assert str(tmp_path) not in files["guarantee.html"]
 
 
+@pytest.mark.e2e
 def test_a_run_that_a_ledger_describes_without_its_tables_goes_on_only_with_them(tmp_path, monkeypatch, capsys):
     records(tmp_path)
     monkeypatch.chdir(tmp_path)

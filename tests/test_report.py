@@ -88,6 +88,7 @@ def test_rounds_are_appended_and_those_that_a_resumed_run_repeats_are_removed(tm
         history.read(path)
 
 
+@pytest.mark.e2e
 def test_runs_are_compared_with_their_seeds_guarantees_and_clients(tmp_path, capsys):
     for seed, accuracy in ((0, 0.5), (1, 0.7)):
         a_folder(tmp_path / "seeds" / f"seed_{seed}", test_accuracy=accuracy, options={"seed": seed})
@@ -109,6 +110,7 @@ def test_runs_are_compared_with_their_seeds_guarantees_and_clients(tmp_path, cap
     assert all(">seeds<" in one and ">other<" in one for one in images(page)), "the legend"
 
 
+@pytest.mark.e2e
 def test_a_run_has_one_colour_in_all_charts(tmp_path):
     one, other = (a_folder(tmp_path / name) for name in ("one", "other"))
     rounds = [dataclasses.replace(two, values={"test_auroc": 0.5 + two.round / 100}) for two in Run.read(other).rounds]
@@ -120,6 +122,7 @@ def test_a_run_has_one_colour_in_all_charts(tmp_path):
     assert "#d9622b" in images_of[heading] and "#2f6fde" not in images_of[heading] and ">other<" in images_of[heading]
 
 
+@pytest.mark.e2e
 def test_confusion_and_calibration_on_the_test_set_are_shown(tmp_path):
     tables = {"confusion": [[90, 2], [5, 3]], "calibration": [[80, 0.05, 0.04], [20, 0.4, 0.25]]}
     given = {"data": {"class_path": "x.y", "init_args": {"classes": ["alive", "died"]}}}
@@ -131,6 +134,7 @@ def test_confusion_and_calibration_on_the_test_set_are_shown(tmp_path):
     assert "Confusion" not in words(report([a_folder(tmp_path / "without")]))
 
 
+@pytest.mark.e2e
 def test_runs_without_a_guarantee_and_unfinished_runs_are_marked(tmp_path):
     simulated = a_folder(tmp_path / "simulated", source=KEYED)
     bare = a_folder(tmp_path / "bare", options={"privacy": None})
@@ -141,6 +145,7 @@ def test_runs_without_a_guarantee_and_unfinished_runs_are_marked(tmp_path):
     assert f"unfinished unfinished {gone} at least" in text and f"{gone}. No guarantee is stated yet" in text
 
 
+@pytest.mark.e2e
 def test_names_are_text_and_nothing_is_loaded_from_elsewhere(tmp_path):
     run = a_folder(tmp_path / "run", names=(EVIL, "b", "c"), guarantee=RunGuarantee(**{**SEEDS, "accountant": EVIL}))
     page = report([run])
@@ -167,6 +172,7 @@ def test_a_search_is_shown(tmp_path):
     assert charts(page)["tune: accuracy over lr"] == [["trial 0", "0", "0.5"], ["trial 1 (best)", "0.1", "0.75"]]
 
 
+@pytest.mark.e2e
 def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "`RUN` must be the folder of a run, of seeds or of a finished search" in capsys.readouterr().err
@@ -210,6 +216,7 @@ def test_a_real_run_is_verified_and_its_seeds_are_nested_in_mlflow(tmp_path, mon
     assert len(client.search_runs([parent.info.experiment_id])) == 3, "the same parent, and no run again"
 
 
+@pytest.mark.e2e
 def test_each_value_stands_under_its_title_and_missing_seeds_are_said(tmp_path):
     plain = a_folder(tmp_path / "plain", test_accuracy=0.5)
     scored = a_folder(tmp_path / "scored", test_accuracy=None, test_metrics={"mae": 0.25})
@@ -262,6 +269,7 @@ def test_seeds_have_one_headline_of_which_each_says_how_many_define_it(tmp_path)
     assert table(page, "Fairness")["seeds"]["worst"] == results["worst client"].removeprefix("auroc ")
 
 
+@pytest.mark.e2e
 def test_every_epsilon_of_a_simulation_carries_its_badge(tmp_path):
     said = RunGuarantee(**SEEDS, caveats=KEYED.caveats)
     folder = a_folder(tmp_path / "run", source=KEYED, guarantee=said)

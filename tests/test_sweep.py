@@ -311,6 +311,7 @@ def a_set(folder: Path, each: int = 4, **card) -> Path:
     return folder
 
 
+@pytest.mark.e2e
 def test_a_distilled_set_is_searched_and_its_cost_is_named(search, tmp_path):
     source = str(a_set(tmp_path / "set", data={"name": "digits", "public_records": 90}))
     text, _ = search(changed(distilled=source, networks=2, pruner={"name": "median"}))

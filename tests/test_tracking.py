@@ -131,6 +131,7 @@ def play(tracking, view, rounds, result=None):
     end(tracking, view, result)
 
 
+@pytest.mark.e2e
 def test_a_finished_run_has_its_options_curves_files_and_figures(new_tracking, only_run, folder):
     options = {"rounds": 10, "privacy": {"epsilon": [1.0, 2.0]}, "model": {"name": "logistic"}, **PASSWORD}
     options |= {"clients": {"count": None, "optimizer": {"name": "sgd"}}, "data": {"name": None, "class_path": None}}
@@ -556,6 +557,7 @@ def test_a_run_that_a_signal_ends_while_it_is_created_is_ended(new_tracking, onl
     assert only_run().info.status == "KILLED"
 
 
+@pytest.mark.e2e
 def test_a_finished_run_that_is_resumed_stays_as_it_is_in_mlflow(new_tracking, only_run, folder):
     view, first, second = a_view(folder), new_tracking(), new_tracking()
     play(first, view, [9, 10])

@@ -7,6 +7,7 @@ import pytest
 from experiments.attacks import search
 
 
+@pytest.mark.e2e
 def test_a_search_goes_on_with_its_file(tmp_path, monkeypatch):
     file, tried, whole = tmp_path / "found.json", [], search.tried
 

@@ -29,6 +29,7 @@ class WithAdam(L.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.05)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("module", "optimizer"), [(WithAdam, None), (None, {"name": "adam"})])
 @pytest.mark.parametrize("checks", CHECKS)
 def test_the_mechanism_of_a_run_with_adam_is_audited_with_plain_sgd(module, optimizer, checks, make_loop):

@@ -39,6 +39,7 @@ def begun(loop):
     return loop.clients, loop.view(state), state.models
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("engine", EVERY_ENGINE)
@@ -57,6 +58,7 @@ def test_a_client_alone_releases_what_it_does_among_others(engine, steps, way, m
     alone.close()
 
 
+@pytest.mark.e2e
 def test_a_client_pays_before_it_computes_and_until_its_plan_is_spent(make_loop, monkeypatch):
     loop = make_loop(rounds=2)
     clients, view, models = begun(loop)
@@ -76,6 +78,7 @@ def test_a_client_pays_before_it_computes_and_until_its_plan_is_spent(make_loop,
     assert len(read_ledger(clients.folder.ledger_file)) == 2
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("way", WAYS)
 def test_a_client_alone_answers_as_among_others(way, make_loop):
     def asked(loop):
@@ -107,6 +110,7 @@ def kept_steps(loop):
     return {client: int(kept["steps"]) for client, kept in sorted(loop.clients.held.kept.items())}
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("counting_steps")
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("engine", EVERY_ENGINE)

@@ -99,6 +99,7 @@ def test_engine_equals_the_reference(engine, make_loop):
     assert not torch.allclose(pulled, plain)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("task", TASKS)
 def test_engines_equal_the_reference_for_each_task(task, make_loop):
     torch.manual_seed(0)
@@ -116,6 +117,7 @@ LAPLACE = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("engine", OTHERS)
 @pytest.mark.parametrize("local_epochs", [1, 2])
 def test_engine_adds_laplace_noise_to_sums_clipped_in_l1_as_the_reference(engine, local_epochs, make_loop):
@@ -131,6 +133,7 @@ def noise(mechanism: Mechanism, client: int, numbers: int) -> torch.Tensor:
     return torch.from_numpy(step * draw(numbers, mechanism.noise_scale(numbers) / step)).float()
 
 
+@pytest.mark.e2e
 def test_the_reference_is_plain_autograd_with_laplace_noise(make_loop):
     """One full batch a client: what the slow form gives, with the same noise."""
     options = {**LAPLACE, "clients": dataclasses.replace(LAPLACE["clients"], local_epochs=1)}
@@ -155,6 +158,7 @@ CLASS_JOBS = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("job", CLASS_JOBS.values(), ids=CLASS_JOBS)
 @pytest.mark.parametrize("records", [20, 150], ids=["together", "alone"])
 @pytest.mark.parametrize("engine", EVERY_ENGINE)
@@ -194,6 +198,7 @@ def test_engine_gives_the_class_gradients_of_the_reference(engine, records, job,
         torch.testing.assert_close(update, sums / divisor, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.e2e
 def test_a_job_that_its_event_does_not_cover_is_no_plan(make_loop):
     loop = make_loop()
     _, view = set_up(loop)
@@ -213,6 +218,7 @@ def test_class_gradients_have_the_noise_that_is_announced(make_loop):
         assert 0.8 * noise_std < float(delta.std()) < 1.2 * noise_std
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_no_noise_and_no_clipping_is_plain_fedavg(engine, make_loop):
     loop = make_loop(engine=ENGINES[engine](), privacy=None, rounds=1)
@@ -230,6 +236,7 @@ def test_no_noise_and_no_clipping_is_plain_fedavg(engine, make_loop):
     torch.testing.assert_close(loop.state.models[0], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_an_empty_batch_still_takes_a_noisy_step(engine, make_loop):
     loop = make_loop(engine=ENGINES[engine](), clients=ClientOptions(count=4, batch_size=1), rounds=1)
@@ -273,6 +280,7 @@ def bounded(parameters):
     return optimizer
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "engine, optimizer, batch_size",
     [
@@ -298,6 +306,7 @@ OPTIMIZERS = [
 ]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one["name"])
 def test_optimisers_are_those_of_torch_in_every_engine(optimizer, make_loop):
     clients = ClientOptions(count=4, batch_size=16, learning_rate=0.05, optimizer=optimizer)
@@ -318,6 +327,7 @@ def test_optimisers_are_those_of_torch_in_every_engine(optimizer, make_loop):
         torch.testing.assert_close(ours[client], ClientModule(net).flat - start, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.e2e
 def test_nets_that_do_not_fit_a_piece_of_noise_get_the_same_noise(make_loop):
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 600), nn.Linear(600, 3))
     options = {"population": images(20), "clients": ClientOptions(4, batch_size=8)}
@@ -325,6 +335,7 @@ def test_nets_that_do_not_fit_a_piece_of_noise_get_the_same_noise(make_loop):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.e2e
 def test_the_bits_do_not_depend_on_the_number_of_workers(make_loop):
     one, two, three = (make_loop(engine=FastEngine(workers)) for workers in (1, 2, 3))
     for loop in (one, two, three):
@@ -332,6 +343,7 @@ def test_the_bits_do_not_depend_on_the_number_of_workers(make_loop):
     assert torch.equal(one.state.models, two.state.models) and torch.equal(one.state.models, three.state.models)
 
 
+@pytest.mark.e2e
 def test_huge_noise_ruins_accuracy(make_loop):
     accuracy = []
     for z in (0.5, 1000.0):
@@ -351,6 +363,7 @@ class Order(Strategy):
         return dataclasses.replace(plan, **{name: getattr(plan, name)[:: self.way] for name in columns})
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("engine", EVERY_ENGINE)
 def test_order_of_clients_does_not_matter(engine, make_loop):
     forwards, backwards = (make_loop(engine=ENGINES[engine](), parts=[Order(way)]) for way in (1, -1))
@@ -358,6 +371,7 @@ def test_order_of_clients_does_not_matter(engine, make_loop):
     torch.testing.assert_close(backwards.state.models, forwards.state.models, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 @pytest.mark.parametrize("job", [None, ClassGradients(3)], ids=["training", "class gradients"])
 def test_streamed_updates_add_up_to_those_that_are_kept(engine, job, make_loop):
@@ -373,6 +387,7 @@ def test_streamed_updates_add_up_to_those_that_are_kept(engine, job, make_loop):
     torch.testing.assert_close(combined.double(), expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.e2e
 @given(st.integers(0, 2**32 - 1), st.integers(1, 30))
 @settings(max_examples=50, deadline=None)
 def test_a_weighted_sum_has_the_same_bits_in_any_order_and_any_grouping(seed, clients):

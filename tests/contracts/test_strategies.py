@@ -63,6 +63,7 @@ def some_updates(order):
     return ClientUpdates(tuple(order), deltas=deltas[order], mechanism_of=mechanism_of, **same)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_within_budgets(name, make_loop):
     _, loop = in_a_loop(name, make_loop, rounds=2)
@@ -76,6 +77,7 @@ def test_it_runs_within_budgets(name, make_loop):
     assert sum(client["releases"] for client in result.clients) > 0
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_follow_the_clients_in_any_order(name, make_loop):
     strategy, loop = in_a_loop(name, make_loop)
@@ -91,6 +93,7 @@ def test_weights_follow_the_clients_in_any_order(name, make_loop):
         torch.testing.assert_close(mixed, plain[..., order])
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", NAMES)
 def test_facts_are_enough_for_who_declared_so(name, make_loop):
     strategy, loop = in_a_loop(name, make_loop)
@@ -102,6 +105,7 @@ def test_facts_are_enough_for_who_declared_so(name, make_loop):
         assert a is b is None or torch.equal(a, b)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", NAMES)
 def test_state_survives_a_checkpoint(name, make_loop):
     strategy, loop = in_a_loop(name, make_loop, rounds=2)
@@ -114,6 +118,7 @@ def test_state_survives_a_checkpoint(name, make_loop):
     assert repr(fresh.state_dict()) == repr(strategy.state_dict())
 
 
+@pytest.mark.e2e
 def test_the_formulas(make_loop):
     def weights(name):
         strategy, loop = in_a_loop(name, make_loop)
@@ -126,6 +131,7 @@ def test_the_formulas(make_loop):
         make_loop(parts=strategies.build({"epsilon_weighted": None}), privacy=None).run()
 
 
+@pytest.mark.e2e
 def test_minimum_epsilon_gives_everybody_the_smallest_budget(make_loop):
     result = make_loop(parts=strategies.build({"minimum_epsilon": None})).run()
     assert all(3.9 < client["epsilon_spent"] <= 4.0 for client in result.clients)
@@ -135,6 +141,7 @@ def test_minimum_epsilon_gives_everybody_the_smallest_budget(make_loop):
     assert all(client["epsilon_spent"] <= 2.0 for client in result.clients)
 
 
+@pytest.mark.e2e
 def test_a_strong_pull_keeps_clients_at_the_model(make_loop):
     def moved(pull):
         parts = strategies.build({"size_weighted": None, "fedprox": {"pull": pull}})
@@ -146,6 +153,7 @@ def test_a_strong_pull_keeps_clients_at_the_model(make_loop):
     assert moved(3.0) < 0.7 * moved(0.0)
 
 
+@pytest.mark.e2e
 def test_callbacks_may_hold_strategies(make_loop):
     def trained(**parts):
         loop = make_loop(rounds=2, **parts)

@@ -44,6 +44,7 @@ def train(population: Population, client: int) -> tuple[torch.Tensor, torch.Tens
     return population.records(client, torch.arange(population.num_records[client]))
 
 
+@pytest.mark.e2e
 @settings(deadline=None)
 @given(side=st.integers(1, 5), group=st.integers(0, 3), seed=st.integers(0, 2**32))
 def test_four_quarter_turns_are_the_identity_and_one_is_counter_clockwise(side, group, seed):
@@ -64,6 +65,7 @@ def test_renamed_labels_are_a_bijection_that_only_group_0_leaves_alone(num_class
     assert bool((renamed(y, group, num_classes) == y).any()) == (group == 0)
 
 
+@pytest.mark.e2e
 @given(num_clients=st.integers(1, 100), count=st.integers(1, 9))
 def test_a_count_alone_gives_sizes_as_equal_as_possible_in_order(num_clients, count):
     count = min(count, num_clients)
@@ -86,6 +88,7 @@ EVALUATED = ({}, {"held_out_per_client": 3}, {"held_out_per_client": 0.2}, {"tes
 PUBLIC = ({}, {"public_records": 210}, {"public_records": 210, "use_public": True})
 
 
+@pytest.mark.e2e
 @settings(max_examples=150, deadline=None)
 @given(
     name=st.sampled_from(list(PARTITIONS)),

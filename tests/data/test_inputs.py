@@ -85,6 +85,7 @@ def trained(make_loop, kind: str, engine: str, population=None, **options):
     return make_loop(population, module_of(kind), **{**usual, **options})
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("code_was_read")
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_engine_trains_on_every_kind_of_inputs(kind, make_loop, one_noise):
@@ -95,6 +96,7 @@ def test_every_engine_trains_on_every_kind_of_inputs(kind, make_loop, one_noise)
     assert [row["name"] for row in results["fast"].clients] == list(SIZES)
 
 
+@pytest.mark.e2e
 def test_what_needs_one_tensor_refuses_other_inputs_before_anything_is_charged(make_loop, tmp_path):
     for kind in ("words", "dictionary"):
         loop = trained(make_loop, kind, "fast", parts=[Distillation()], privacy=private(), rounds=1)
@@ -273,6 +275,7 @@ class Records(TorchDataset):
         return {name: part[row] for name, part in x.items()} if isinstance(x, dict) else x[row], int(self.y[row])
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind, form", [("words", tuple), ("dictionary", lambda pair: Records(*pair))])
 def test_lazy_inputs_change_no_bit(kind, form, make_loop, one_noise):
     clients = {name: form(pair) for name, pair in clients_of(kind).items()}

@@ -109,6 +109,7 @@ def test_everything_that_is_not_filled_in_is_named_at_once(tmp_path, monkeypatch
     assert set(named) == {*re.search(r": (columns: .*)\.$", str(refused.value))[1].split("; ")}
 
 
+@pytest.mark.e2e
 def test_what_is_wrong_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     TABLE.to_csv("cork.csv", index=False, sep=";", decimal=",", na_rep="?")

@@ -39,6 +39,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.e2e
 def test_a_table_becomes_clients_with_names(tmp_path):
     table = patients()
     population = Population.from_dataframe(table, held_out=0, test=table.drop(columns="hospital"), **CHOICES)

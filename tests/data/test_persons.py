@@ -178,6 +178,7 @@ def test_lists_that_do_not_fit_are_named(case):
         of_pairs(persons)
 
 
+@pytest.mark.e2e
 def test_a_test_table_without_persons_is_said_to_be_unchecked():
     test = visits(1).drop(columns="patient_id")
     with pytest.warns(UserNotice, match="test set does not name persons.*not checked"):

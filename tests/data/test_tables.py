@@ -265,6 +265,7 @@ def test_spaces_and_apostrophes_group_thousands(mark, tmp_path):
     assert people.x[:, 0].tolist() == pytest.approx([1.2345, 2, 0.0075])
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("mean", "spread", "scale"), [(2.5, 1, [20, 25]), (2.6, 2, [14, 20]), (2.6, 2.5, [300, 2000])])
 @pytest.mark.parametrize("rows", [40, 5000])
 def test_heavy_tails_are_no_other_unit(mean, spread, scale, rows):

@@ -65,6 +65,7 @@ def run_of(make_loop, privacy, **more):
     return make_loop(population=households(), privacy=PrivacyOptions(delta=1e-3, **privacy), clients=clients, **more)
 
 
+@pytest.mark.e2e
 def test_a_run_draws_clips_counts_and_says_households(make_loop, capsys):
     loop = run_of(make_loop, {"epsilon": 5.0, "unit": "household", "rows_per_person": 2, "noise_key": FIXED_KEY})
     assert loop.config.facts.num_records == loop.population.num_ids and str(loop.config.facts.unit) == "household"
@@ -83,6 +84,7 @@ def test_a_run_draws_clips_counts_and_says_households(make_loop, capsys):
     assert "person" not in page
 
 
+@pytest.mark.e2e
 def test_a_limit_counts_households_and_what_is_stated_of_them(make_loop, account, tmp_path):
     """Rows that a run of records states are those of a person, and say nothing of households."""
     same = {"epsilon": 2.0, "account": str(account.path)}

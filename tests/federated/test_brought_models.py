@@ -63,6 +63,7 @@ class Entities(nn.Module):
         return self.head(torch.cat([numbers, *columns], dim=1))
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("code_was_read")
 @pytest.mark.parametrize("sizes", [(5, 7), (2, 40), (100, 3)])
 def test_categories_are_embedded_by_tables_of_several_sizes(sizes):
@@ -100,6 +101,7 @@ def masked_tokens(of=1) -> Population:
     return people({"tokens": torch.randint(9, (9, 8)), "mask": mask})
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("ones", [1, 2])
 def test_a_decision_by_masks_may_be_right_for_masks_of_zeros_and_ones_alone(ones):
     assert engine_of(Masked(), masked_tokens(of=ones)).startswith("vmap: ")
@@ -122,6 +124,7 @@ class PackedByLengths(nn.Module):
         return self.head(self.lstm(packed)[1][0][-1])
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("code_was_read")
 def test_lengths_of_records_are_at_least_one(make_loop):
     lengths = torch.randint(1, 7, (40,))
@@ -229,6 +232,7 @@ class Steps(nn.Module):
     training_step = Older.training_step
 
 
+@pytest.mark.e2e
 def test_a_module_of_pytorch_lightning_trains_by_its_own_step(make_loop):
     loop = make_loop(module=Older(), engine=ENGINES["fast"](), rounds=1)
     module = loop.module
@@ -282,6 +286,7 @@ def test_a_loss_of_probabilities_is_no_mistake():
         check_fits(ClientModule(net, nn.CrossEntropyLoss(reduction="none")), people(torch.randn(9, 6)))
 
 
+@pytest.mark.e2e
 def test_a_compiled_part_is_refused_by_name():
     in_place = nn.Linear(4, 3)
     in_place.compile()
@@ -375,6 +380,7 @@ class UnderTwoNames(L.LightningModule):
         return nn.functional.cross_entropy(self(x), y) + 0.1 * penalty
 
 
+@pytest.mark.e2e
 def test_a_whole_training_step_may_use_a_module_under_two_names(make_loop):
     module = ClientModule(UnderTwoNames())
     loop = make_loop(module=module, rounds=1)
@@ -486,6 +492,7 @@ class Penalised(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", [Energy, OfSlopes, Penalised])
 def test_code_that_differentiates_is_trained_and_scored(kind, make_loop):
     torch.manual_seed(0)

@@ -163,6 +163,7 @@ QUESTIONS = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_questions_are_answered_by_a_sentence(question, tmp_path):
     terms = planned(tmp_path, privacy={"epsilon": [3, 4, 8]})
@@ -251,6 +252,7 @@ def test_facts_that_only_the_server_states_are_not_said_in_the_words_of_the_prog
     assert "dpfl_lightning 0.0" not in words_of(shown(state, other, tmp_path))
 
 
+@pytest.mark.e2e
 def test_what_changed_since_the_last_plan_is_said(tmp_path):
     first, state = planned(tmp_path), state_of(tmp_path, 0, key=None)
     accept(state, first)
@@ -312,6 +314,7 @@ def sends_one(state: StateFolder, terms) -> None:
     assert isinstance(reply, Released)
 
 
+@pytest.mark.e2e
 def test_a_training_person_withdraws_before_anything_is_sent(tmp_path):
     """The first two cases of the table: the plan is refused, nothing stays counted, the same node takes a new plan."""
     states, terms = of_tables(tmp_path, held_out=0.3)
@@ -330,6 +333,7 @@ def test_a_training_person_withdraws_before_anything_is_sent(tmp_path):
     assert cork.reserved()[0] == pytest.approx(2, abs=1e-5)
 
 
+@pytest.mark.e2e
 def test_a_training_person_withdraws_during_the_run(tmp_path):
     """The third case: the whole budget stays counted at the same node, whose limit holds for the new plan."""
     states, terms = of_tables(tmp_path, held_out=0.3)
@@ -346,6 +350,7 @@ def test_a_training_person_withdraws_during_the_run(tmp_path):
     assert started(cork, digest(new)) is None and cork.reserved()[0] == pytest.approx(4, abs=1e-5)
 
 
+@pytest.mark.e2e
 def test_the_study_goes_on_without_a_held_out_person(tmp_path):
     (cork, *_), terms = of_tables(tmp_path, held_out=0.3)
     accept(cork, terms)
@@ -356,6 +361,7 @@ def test_the_study_goes_on_without_a_held_out_person(tmp_path):
             sends_one(cork, terms)
 
 
+@pytest.mark.e2e
 def test_corrected_training_rows_are_refused_once_the_node_has_started_the_plan(tmp_path):
     (cork, *_), terms = of_tables(tmp_path)
     accept(cork, terms)
@@ -366,6 +372,7 @@ def test_corrected_training_rows_are_refused_once_the_node_has_started_the_plan(
         assert problem is None if refusal is None else refusal in problem
 
 
+@pytest.mark.e2e
 def test_who_has_the_files_can_test_guesses_as_the_page_says(tmp_path, the_state_of_the_tests, monkeypatch):
     account = tmp_path / "data" / "account.jsonl"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -414,6 +421,7 @@ def test_the_numbers_of_a_person_at_all_sites_are_sums(tmp_path):
     ) in words_of(shown(cork, terms, tmp_path))
 
 
+@pytest.mark.e2e
 def test_the_budgets_of_all_sites_in_all_plans_are_added_up(tmp_path):
     (cork, dijon, essen), first = of_tables(tmp_path, privacy={"epsilon": [0.5, 1, 1]})
     who = "A person with one record at every site of every plan here (budgets added up)"
@@ -431,6 +439,7 @@ def test_the_budgets_of_all_sites_in_all_plans_are_added_up(tmp_path):
     assert f"{who} not known: a plan.json is missing or changed" in page
 
 
+@pytest.mark.e2e
 def test_a_contact_that_is_gone_is_a_change(tmp_path):
     first, state = planned(tmp_path), state_of(tmp_path, 0, key=None)
     page = words_of(shown(state, first, tmp_path, "--contact", "study office"))
@@ -442,6 +451,7 @@ def test_a_contact_that_is_gone_is_a_change(tmp_path):
     assert "options of the model. Who is held out" in words_of(shown(state, planned(tmp_path, rounds=3), tmp_path))
 
 
+@pytest.mark.e2e
 def test_receivers_and_files_are_those_of_the_plan(tmp_path):
     personal = {"name": "logistic", "personal_input": True}
     page = words_of(shown(state_of(tmp_path, 0, key=None), with_options(planned(tmp_path), model=personal), tmp_path))
@@ -485,6 +495,7 @@ def test_the_terminal_says_what_the_page_says(hospitals, capsys):
 CONTACT = "Contact for questions about this study: study office, +49 30 123."
 
 
+@pytest.mark.e2e
 def test_the_contact_is_kept_with_the_consent(tmp_path, capsys):
     terms, state = planned(tmp_path), state_of(tmp_path, 0, key=None)
     page = words_of(shown(state, terms, tmp_path))
@@ -502,6 +513,7 @@ def test_the_contact_is_kept_with_the_consent(tmp_path, capsys):
     assert state.contact(digest(terms)) == "another office"
 
 
+@pytest.mark.e2e
 def test_the_operator_is_told_whether_one_person_is_held_out(tmp_path, capsys, monkeypatch):
     (cork, *_), terms = of_tables(tmp_path, held_out=0.3)
     page = words_of(shown(cork, terms, tmp_path))
@@ -684,6 +696,7 @@ def hostile(folder: Path) -> dict[str, dict]:
     return plans
 
 
+@pytest.mark.e2e
 def test_fifty_hostile_plans_build_open_and_import_nothing_that_an_honest_one_does_not(tmp_path, monkeypatch, capsys):
     (tmp_path / "bait_module.py").write_text("raise SystemExit('imported')")
     (tmp_path / "bait.txt").write_text("bait")

@@ -96,6 +96,7 @@ def test_as_many_are_late_as_the_exponential_distribution_says():
     assert network.training(1, dict.fromkeys(some, 7), 7)[0] == late[0][0] & some, "the other clients do not matter"
 
 
+@pytest.mark.e2e
 def test_a_late_update_is_charged_counted_and_in_no_sum(make_loop):
     """Two of the four clients are slow: as if their updates were dropped, and the server waits until the limit."""
     slow = NetworkOptions(compute_seconds=[0.0, 1e9, 0.0, 1e9], time_limit=5.0, latency_seconds=0.5)
@@ -109,6 +110,7 @@ def test_a_late_update_is_charged_counted_and_in_no_sum(make_loop):
     assert dropped.metrics["lost_updates"] == 2 and "late_updates" not in dropped.metrics
 
 
+@pytest.mark.e2e
 def test_stragglers_of_a_resumed_run_are_those_of_the_unbroken_one(make_loop):
     some = NetworkOptions(compute_seconds={"name": "uniform", "low": 1, "high": 3}, time_limit=2.0)
     unbroken = make_loop(rounds=4, network=some)

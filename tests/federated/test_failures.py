@@ -50,6 +50,7 @@ ONE_STEP = {"clients": ClientOptions(count=4, batch_size=None, learning_rate=0.3
 WAYS = [([], {"rounds": 2}), ([Recorder(updates=True)], {**ONE_STEP, "rounds": 2})]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("parts, options", WAYS, ids=["streamed", "single updates of a batch"])
 @pytest.mark.parametrize("engine", EVERY_ENGINE)
 def test_a_client_that_fails_is_left_out_and_the_round_goes_on(engine, options, parts, make_loop, failing):
@@ -125,6 +126,7 @@ def test_what_the_privacy_core_refuses_ends_the_run(engine, options, make_loop, 
         make_loop(engine=ENGINES[engine](), **options).run()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("engine", ["serial", "fast"])
 def test_a_client_that_fails_to_answer_is_left_out(engine, make_loop, monkeypatch):
     answer = SerialEngine.answer
@@ -140,6 +142,7 @@ def test_a_client_that_fails_to_answer_is_left_out(engine, make_loop, monkeypatc
         assert loop.run().finished
 
 
+@pytest.mark.e2e
 def test_who_was_lost_stays_lost_when_the_round_is_repeated(make_loop, failing, monkeypatch):
     """Broken off between the training and the end of the round: the resumed run has the bits of the unbroken one."""
 

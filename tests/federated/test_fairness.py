@@ -52,6 +52,7 @@ def by_hand(population, models, model_of, central):
     return tuple(max(abs(one - other) for one in values for other in values) for values in (lost, excess))
 
 
+@pytest.mark.e2e
 def test_the_gaps_are_those_of_the_paper(make_loop):
     population = of_two_kinds()
     loop = loop_of(make_loop, population)
@@ -65,6 +66,7 @@ def test_the_gaps_are_those_of_the_paper(make_loop):
         assert scored(model, population.x[rows], population.y[rows])[0] > 0.9, "it is trained"
 
 
+@pytest.mark.e2e
 def test_models_of_true_groups_are_fairer_than_one_model(make_loop):
     one = loop_of(make_loop, rounds=6).run().fairness
     oracle = loop_of(make_loop, rounds=6, parts=strategies.build({"oracle_clusters": {}})).run().fairness
@@ -72,6 +74,7 @@ def test_models_of_true_groups_are_fairer_than_one_model(make_loop):
     assert oracle["fairness_acc_gap"] <= one["fairness_acc_gap"]
 
 
+@pytest.mark.e2e
 def test_it_changes_no_release_and_is_said_in_every_guarantee(make_loop):
     with_it, without = loop_of(make_loop), loop_of(make_loop, fairness=None)
     said, silent = with_it.run(), without.run()
@@ -87,6 +90,7 @@ class Interrupted(Callback):
         raise KeyboardInterrupt
 
 
+@pytest.mark.e2e
 def test_a_resumed_run_has_the_same_gaps(make_loop, tmp_path):
     whole = loop_of(make_loop).run().fairness
     loop = loop_of(make_loop, parts=[Interrupted()])

@@ -117,6 +117,7 @@ def test_clipped_are_those_whose_norm_exceeds_the_clip_norm(engine, make_loop):
     assert all(0 < clipped < every for every, clipped, _ in due)
 
 
+@pytest.mark.e2e
 def test_a_resumed_run_counts_on(make_loop):
     unbroken = make_loop(with_broken_records(), privacy=PRIVACY)
     unbroken.run()
@@ -187,6 +188,7 @@ def test_diagnostics_show_in_each_round_what_the_clients_counted(engine, make_lo
     assert all(one.clip_fraction[2] is None and one.not_finite[2] == 0 for one in shown)
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("one_noise")
 @pytest.mark.parametrize("engine", EVERY_ENGINE)
 def test_diagnostics_change_no_bit_of_the_training_and_engines_agree_on_counts(engine, make_loop):

@@ -94,6 +94,7 @@ def test_no_privacy_is_said_first(make_loop, tmp_path):
     assert "times as likely as" not in words
 
 
+@pytest.mark.e2e
 def test_ten_thousand_clients_are_summed_up(tmp_path):
     view = a_view(tmp_path, num_clients=10_000)
     promises = [promise(0.5 + i % 1000 / 1000, covers=(f"{i % 50} steps",)) for i in range(10_000)]

@@ -172,6 +172,7 @@ def test_records_of_other_shapes_and_types_are_other_records():
 # ---- in a run
 
 
+@pytest.mark.e2e
 def test_the_identity_of_a_run_lies_in_the_ledgers_header_without_any_record(make_loop):
     options = {"privacy": PrivacyOptions(epsilon=8.0, delta=1e-3), "module": ClientModule(Layer())}
     loop, other = make_loop(**options), make_loop(**options)

@@ -402,6 +402,7 @@ def trained_and_scored(net: nn.Module) -> None:
         module.output(module.named_trainable, x)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", REMEMBERING)
 def test_nothing_of_a_pass_stays_for_the_next(kind, training):
@@ -415,12 +416,14 @@ def test_nothing_of_a_pass_stays_for_the_next(kind, training):
         trained_and_scored(net)
 
 
+@pytest.mark.e2e
 def test_a_run_refuses_a_model_that_remembers_records(make_loop, tmp_path):
     with pytest.raises(UserError, match=r"^`model` must (keep nothing of a pass|leave what it keeps).*1\.kept"):
         make_loop(module=ClientModule(nn.Sequential(nn.Linear(6, 4), InList()))).run()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+@pytest.mark.e2e
 def test_gradients_that_a_hook_keeps_are_noticed():
     net = Small()
     net.layer.register_full_backward_hook(lambda layer, inner, outer: setattr(layer, "slope", [outer[0].detach()]))
@@ -428,6 +431,7 @@ def test_gradients_that_a_hook_keeps_are_noticed():
         trained_and_scored(net)
 
 
+@pytest.mark.e2e
 def test_inputs_that_a_hook_keeps_are_noticed():
     class Recorder(list):
         def hook(self, layer, inputs, output):
@@ -439,6 +443,7 @@ def test_inputs_that_a_hook_keeps_are_noticed():
         trained_and_scored(net)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("engine", ["serial", "fast"])
 @pytest.mark.parametrize("kind, name", [(InAttribute, "mean"), (InSlots, "kept")])
 def test_what_begins_to_remember_after_the_check_ends_the_run(kind, name, engine, make_loop):
@@ -480,6 +485,7 @@ def test_a_table_that_records_change_is_refused():
         ClientModule(renormalising())
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "net, way",
     [(Tokens(longest=False, sparse=True), "loop: "), (Checkpointed(longest=False), "vmap: ")],
@@ -570,6 +576,7 @@ def with_batch_norm(**changes) -> nn.Module:
     return net
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("trainable", [False, True])
 def test_batch_norm_with_fixed_statistics_is_trained_equally_by_every_engine(trainable, make_loop):
     expected = None
@@ -736,6 +743,7 @@ class Hiding(nn.Module):
 WAYS = "table constant frozen entries hooks class method cells counted drawn _parameters _buffers _modules order"
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("way", [*WAYS.split(), "document", "special", "name"])
 def test_what_weights_turn_on_keeps_nothing(way):
     torch.manual_seed(0)

@@ -42,6 +42,7 @@ def learnt(tmp_path_factory):
     return loop, loop.run()
 
 
+@pytest.mark.e2e
 def test_a_run_learns_and_leaves_its_record(learnt):
     loop, result = learnt
     assert result.test_accuracy > 0.8
@@ -87,6 +88,7 @@ def test_a_taken_folder_is_left_alone(learnt, make_loop):
     assert before == {path: path.read_bytes() for path in loop.output_dir.iterdir()}
 
 
+@pytest.mark.e2e
 def test_a_run_without_privacy_or_with_shuffled_batches_says_so(make_loop):
     result = make_loop(privacy=PrivacyOptions(epsilon=5.0, delta=1e-3, sampling="shuffle")).run()
     assert "NOT proven" in str(result.guarantee)
@@ -96,6 +98,7 @@ def test_a_run_without_privacy_or_with_shuffled_batches_says_so(make_loop):
     json.dumps(result.as_dict(), allow_nan=False)
 
 
+@pytest.mark.e2e
 def test_clients_with_spent_budgets_sit_out_and_the_run_ends_with_the_reason(make_loop):
     privacy = PrivacyOptions(noise_multiplier=2.0, epsilon=[2.5, 3.0, 4.0, 0.01], delta=1e-3, noise_key=FIXED_KEY)
     result = make_loop(privacy=privacy, rounds=500, parts=[Uniform(), seen := Recorder()]).run()
@@ -196,6 +199,7 @@ def test_strategies_that_do_not_fit_are_refused(make_loop):
         make_loop(parts=[SizeWeighted(), median, median]).run()
 
 
+@pytest.mark.e2e
 def test_a_job_that_a_strategy_does_not_know_is_refused_before_a_charge(make_loop):
     """A strategy that states no job may give one to clients that another strategy cannot work with."""
     pulled = lambda self, plan, view: dataclasses.replace(plan, job=ProximalTraining(0.1, view.state.models))  # noqa: E731
@@ -209,6 +213,7 @@ def test_a_job_that_a_strategy_does_not_know_is_refused_before_a_charge(make_loo
         assert read_ledger(loop.clients.folder.ledger_file) == []
 
 
+@pytest.mark.e2e
 def test_whoever_stops_a_run_by_its_releases_the_guarantee_is_that_of_the_plan(make_loop):
     whole = make_loop(rounds=4).run()
     for hook, as_planned in (("stop", True), ("exhausted", False)):
@@ -219,6 +224,7 @@ def test_whoever_stops_a_run_by_its_releases_the_guarantee_is_that_of_the_plan(m
         assert (ENDS_BY_RESULTS in result.guarantee.caveats) == as_planned
 
 
+@pytest.mark.e2e
 def test_models_of_their_own_have_a_mean_if_they_began_alike(make_loop, tmp_path):
     """Also in a run that was broken off, and not if they began differently."""
 
@@ -235,6 +241,7 @@ def test_models_of_their_own_have_a_mean_if_they_began_alike(make_loop, tmp_path
     assert result.model is not None and (loop.output_dir / "model.safetensors").exists()
 
 
+@pytest.mark.e2e
 def test_weights_of_another_shape_or_sign_are_refused(make_loop):
     for role, answer, words in (
         ("base", torch.ones(2, 3), r"3 clients, \[K, C\], got \(2, 3\)"),
@@ -250,6 +257,7 @@ def test_weights_of_another_shape_or_sign_are_refused(make_loop):
             make_loop(blobs(num_clients=3), clients=clients, parts=parts, privacy=None, rounds=1).run()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("hook", "round", "when"), [("weigh", 2, "in round 2"), ("metrics", 3, "after round 2")])
 def test_an_error_in_a_strategy_says_whose_it_is_and_the_run_goes_on(hook, round, when, make_loop):
     broken = True
@@ -282,6 +290,7 @@ def test_deltas_are_hidden_from_who_did_not_ask_for_them(make_loop):
     assert seen[0] is None and seen[1].shape[0] == 4
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("one_noise")
 @pytest.mark.parametrize("updates", [False, True], ids=["streamed", "kept"])
 @pytest.mark.parametrize("read_at_once", [{"cpu"}, set()], ids=["cpu", "as on a GPU"])
@@ -299,6 +308,7 @@ def test_a_client_with_a_broken_update_is_dropped_whole(make_loop, updates, read
     torch.testing.assert_close(loop.state.models, only.state.models, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("one_noise")
 def test_updates_are_streamed_unless_somebody_reads_them(make_loop):
     """Same bits, and no [C, P] anywhere: what makes memory independent of the number of clients."""
@@ -338,6 +348,7 @@ def tells(metrics: dict) -> Strategy:
     return a_strategy(metrics=lambda self, view: metrics)
 
 
+@pytest.mark.e2e
 def test_metrics_of_strategies_are_reported_and_kept(make_loop):
     of_clients = torch.tensor([1.0, 2.0, float("nan"), 4.0])
     sees = Sees()
@@ -359,6 +370,7 @@ def test_metrics_of_strategies_are_reported_and_kept(make_loop):
     assert again.run(resume=True).metrics == result.metrics
 
 
+@pytest.mark.e2e
 def test_metrics_of_a_taken_name_or_another_shape_are_refused(make_loop):
     for metrics, words in (
         ([{"mood": 1.0}, {"mood": 2.0}], "'mood', which is reported already"),

@@ -57,6 +57,7 @@ def many(make_loop):
     return run
 
 
+@pytest.mark.e2e
 def test_a_round_does_the_same_work_for_any_number_of_clients(many):
     """No function is called once a client, neither for a mechanism nor for an event, a plan or an epsilon."""
     (_, few), (loop, counted) = many(40), many(400)
@@ -67,6 +68,7 @@ def test_a_round_does_the_same_work_for_any_number_of_clients(many):
     assert len(set(map(id, loop.config.settings))) == len(BUDGETS)
 
 
+@pytest.mark.e2e
 def test_equal_guarantees_are_one_object_and_written_once(many):
     loop, _ = many(40)
     promises = loop.clients.guarantees()

@@ -222,6 +222,7 @@ def test_fuzzed_messages_crash_nothing_and_charge_nothing(node, terms, count):
         before = after
 
 
+@pytest.mark.e2e
 def test_on_the_socket_replies_leave_at_slots_and_hostile_streams_end(node, terms, tmp_path):
     path, slot = tmp_path / "socket", 0.2
     with listening(node, path, slot):

@@ -122,6 +122,7 @@ def test_replies_to_no_message_wait_for_the_slot_too(node, tmp_path):
         assert time.monotonic() - began >= 0.5
 
 
+@pytest.mark.e2e
 def test_the_limit_adds_epsilons_of_one_relation_only(tmp_path):
     state = state_of(tmp_path, 0, key=None)
     accept(state, planned(tmp_path), 5.0)
@@ -129,6 +130,7 @@ def test_the_limit_adds_epsilons_of_one_relation_only(tmp_path):
         accept(state, planned(tmp_path, privacy={"adjacency": "replace_one"}), 5.0)
 
 
+@pytest.mark.e2e
 def test_a_full_disk_halts_the_plan_in_memory(tmp_path, monkeypatch):
     """Otherwise each repeated request is charged, and the plan is used up without a release."""
     plan, state = planned(tmp_path), state_of(tmp_path, 0, key=None)
@@ -271,6 +273,7 @@ def test_strangers_who_send_no_whole_request_keep_nobody_out(sent, count, tmp_pa
         assert time.monotonic() - began < 1.0
 
 
+@pytest.mark.e2e
 def test_strangers_who_send_byte_by_byte_keep_nobody_out(tmp_path):
     with listening(Patient(), tmp_path / "s"), contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connected(tmp_path / "s")) for _ in range(MOST_CONNECTIONS)]

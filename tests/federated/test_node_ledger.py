@@ -146,6 +146,7 @@ def half(file, *args):
     file._file.write(b'{"client": 0, "ro')
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("name", "before", "lines"),
     [("_write_head", lambda *args: None, 1), ("_append", half, 0), ("_append", lambda *args: None, 0)],

@@ -60,6 +60,7 @@ def said(state, terms, tmp_path, capsys):
     return run
 
 
+@pytest.mark.e2e
 def test_a_crash_after_the_reservation_does_not_hide_the_limit(state, terms, said, monkeypatch):
     def cut(self, *args):
         raise KeyboardInterrupt
@@ -123,6 +124,7 @@ def test_a_limit_is_raised_by_a_word_and_never_silently(state, said, terms, tmp_
     assert "1 accepted plan and 1 withdrawn: epsilon 2 " in said("status")
 
 
+@pytest.mark.e2e
 def test_limits_of_persons_are_said_and_plans_of_another_unit_refused(tmp_path, terms, capsys):
     of_persons = planned(tmp_path, **sites.OF_PERSONS, clients={"count": 3, "batch_size": 60})
     state = state_of(tmp_path / "persons", 0, key=None, persons=True)
@@ -153,6 +155,7 @@ def test_limits_of_persons_are_said_and_plans_of_another_unit_refused(tmp_path, 
             server_population(server, of_persons.sites)
 
 
+@pytest.mark.e2e
 def test_gradients_of_classes_are_refused_where_persons_are_protected(tmp_path):
     terms = planned(tmp_path, **sites.OF_PERSONS, clients={"count": 3})  # one step
     state = state_of(tmp_path, 0, key=None, persons=True)
@@ -191,6 +194,7 @@ def test_lines_that_release_nothing_are_refused(terms):
             cost_of(forged, 0)
 
 
+@pytest.mark.e2e
 def test_plans_are_opened_before_a_node_listens(state, terms, said, monkeypatch):
     monkeypatch.setattr("dpfl_lightning.sites.node.service.Listener.serve", lambda self: None)
     accept(state, terms, 3.0)
@@ -206,6 +210,7 @@ def test_plans_are_opened_before_a_node_listens(state, terms, said, monkeypatch)
     assert "ready" not in said("serve")
 
 
+@pytest.mark.e2e
 def test_releases_of_another_format_are_not_served(state, terms, said):
     accept(state, terms, 3.0)
     node = Node(state, open_study)
@@ -217,6 +222,7 @@ def test_releases_of_another_format_are_not_served(state, terms, said):
     assert "not ready: the message is of format 5, not of 4" in said("serve", code=2)
 
 
+@pytest.mark.e2e
 def test_requests_are_as_large_as_the_accepted_plans_need(state, terms, tmp_path):
     node = Node(state, open_study)
     assert node.limits == wire.Limits(MOST_HEADER, 0), "nobody needs more without a plan"
@@ -235,6 +241,7 @@ def test_requests_are_as_large_as_the_accepted_plans_need(state, terms, tmp_path
     node.close()
 
 
+@pytest.mark.e2e
 def test_the_server_says_which_questions_are_too_long_for_nodes(tmp_path):
     terms = planned(tmp_path, strategies={"ifca": {}})
     nodes = nodes_of(tmp_path, terms)
@@ -310,6 +317,7 @@ def test_sites_of_other_columns_are_named_with_what_differs(terms):
             server_population(configured(Path("unused")), [table, other])
 
 
+@pytest.mark.e2e
 def test_a_server_of_a_table_names_its_test_set_only(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     pandas.DataFrame({"age": [1, 2] * 20, "ill": [0, 1] * 20}).to_csv("a.csv", index=False)
@@ -375,6 +383,7 @@ def test_a_question_that_nodes_cannot_read_is_refused_when_the_run_is_planned(tm
         terms_of(planning_loop(options, [site(client) for client in range(3)]), [])
 
 
+@pytest.mark.e2e
 def test_a_question_of_the_class_path_that_sites_allow_is_answered(tmp_path, monkeypatch):
     monkeypatch.setitem(wire.MESSAGES, "Own", Own)  # as `wire.register(Own)` in the module of the model
     given = {"strategies": {f"{__name__}.Curious": {}}, "model": {"class_path": OWN_MODEL}}
@@ -442,6 +451,7 @@ def of_class(tmp_path, told, arguments):
     return found
 
 
+@pytest.mark.e2e
 def test_nothing_of_a_plan_is_imported_or_built_before_it_is_accepted(tmp_path, told, monkeypatch, capsys):
     terms, file, state = of_class(tmp_path, told, FIXED), tmp_path / "plan.json", state_of(tmp_path, 0, key=None)
     file.write_text(wire.to_text(terms))

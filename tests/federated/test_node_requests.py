@@ -196,6 +196,7 @@ def test_models_that_cannot_be_trained_are_refused_before_the_charge(node, terms
     assert isinstance(reply, Released), "as large as a model of the server can be"
 
 
+@pytest.mark.e2e
 def test_the_server_is_told_which_models_are_refused(tmp_path, monkeypatch):
     terms = planned(tmp_path)
     nodes = nodes_of(tmp_path, terms)

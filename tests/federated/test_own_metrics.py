@@ -221,6 +221,7 @@ def test_with_a_loss_that_fits_no_task_it_gets_outputs_and_labels():
     assert module.task is CUSTOM and Shapes.seen == [((len(population.y), 2, 2), (len(population.y),))]
 
 
+@pytest.mark.e2e
 def test_early_stopping_knows_the_direction(make_loop):
     class Evaluations(Classes):
         """Grows with each evaluation on the test set, which is the only set of 200 records."""
@@ -288,6 +289,7 @@ def forget() -> None:
         sys.modules.pop(name, None)
 
 
+@pytest.mark.e2e
 def test_a_run_by_class_paths_is_reported_afterwards_without_the_class(folder, capsys):
     metrics = ["--evaluation.metrics", f"[mine.Brier, auroc, {F2}]"]
     assert fit_command([*WORDS, *metrics, "--output_dir", "run"]) == 0

@@ -396,6 +396,7 @@ def test_a_loss_is_compared_without_dropout_away_from_zeros_and_for_labels_of_se
             ClientModule(own).prepare(torch.randn(2, 6), torch.zeros(2).long(), 3)
 
 
+@pytest.mark.e2e
 def test_a_loss_that_pairs_records_trains_by_single_records_if_that_is_asked_for(make_loop, one_noise):
     options = {"rounds": 1, "privacy": None}
     paired = trained(make_loop, ClientModule(step(of_half_the_batch), per_record=True), **options)
@@ -415,6 +416,7 @@ def read_of_inputs(self, x, y):
     return loss if loss.item() < 100 else 0 * loss
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("of, engine", [(logged, "loop: "), (read_of_inputs, "loop: ")])
 def test_a_training_step_may_read_its_loss(of, engine, make_loop, one_noise):
     loop = make_loop(module=step(of, history=[]), rounds=1)
@@ -425,6 +427,7 @@ def test_a_training_step_may_read_its_loss(of, engine, make_loop, one_noise):
     torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.e2e
 def test_metrics_of_forward_beside_the_loss_of_a_child_are_said(make_loop):
     module = step(lambda self, x, y: F.cross_entropy(self.net(x), y), forward=lambda self, x: -self.net(x))
     with pytest.warns(UserNotice, match="does not call forward, whose outputs give accuracy"):
@@ -462,6 +465,7 @@ def test_class_weights_weigh_the_labels_of_a_record_that_count():
     torch.testing.assert_close(own.sample_loss(own.named_trainable, x, y), each.sum(dim=1) / 2)
 
 
+@pytest.mark.e2e
 def test_a_person_has_the_mean_of_the_losses_of_its_records():
     own, x, y = ClientModule(step(plain)), torch.randn(20, 6), torch.arange(20) % 3
     own.prepare(x, y, 3)
@@ -480,6 +484,7 @@ def test_a_person_has_the_mean_of_the_losses_of_its_records():
     assert reason.startswith("vmap: ") and not clipped_sum.choose().direct
 
 
+@pytest.mark.e2e
 def test_a_training_step_that_reads_its_loss_runs_for_one_record_after_the_other(make_loop):
     ours, reference = (trained(make_loop, step(of), rounds=1) for of in (read, plain))
     torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-5)
@@ -530,6 +535,7 @@ def cut_off(self, x, y):
     return loss if loss.item() < 1e3 else 0 * loss
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "of, methods, unusual_x, unusual_y",
     [
@@ -633,6 +639,7 @@ class OfBatch(L.LightningModule):
         return self(**batch)["loss"]
 
 
+@pytest.mark.e2e
 def test_batches_are_dictionaries_or_tuples_as_the_users_records_are(make_loop, one_noise):
     g = torch.Generator().manual_seed(0)
     ids, mask = torch.randint(9, (40, 5), generator=g), torch.ones(40, 5).long()
@@ -684,6 +691,7 @@ def configured(answer) -> ClientModule:
     return ClientModule(small_net(), optimizer=lambda parameters: answer(torch.optim.SGD(parameters, lr=0.3)))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "answer, rates",
     [
@@ -818,6 +826,7 @@ ADAM = ClientOptions(
 )
 
 
+@pytest.mark.e2e
 def test_a_run_with_adam_is_resumed_bit_for_bit_and_with_no_other_optimiser(make_loop, tmp_path):
     whole = trained(make_loop, ClientModule(small_net()), clients=ADAM)
     options = {"clients": ADAM, "output_dir": tmp_path / "broken"}
@@ -948,6 +957,7 @@ class Lit(lightning.LightningModule):
 """
 
 
+@pytest.mark.e2e
 def test_a_lightning_module_by_class_path_from_the_working_directory(tmp_path, monkeypatch):
     (tmp_path / "own_lightning_module.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)

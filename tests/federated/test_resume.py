@@ -24,6 +24,7 @@ def charged_rounds(loop) -> list[int]:
     return [charge.round for charge in read_ledger(loop.clients.folder.ledger_file)]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("engine", ["fast", "serial"])
 def test_a_resumed_simulation_equals_the_unbroken_one(engine, make_loop):
     """Bit for bit, and charged once, though it was broken off in its first, a middle and its last round."""
@@ -39,6 +40,7 @@ def test_a_resumed_simulation_equals_the_unbroken_one(engine, make_loop):
     assert read_ledger(broken.clients.folder.ledger_file) == read_ledger(unbroken.clients.folder.ledger_file)
 
 
+@pytest.mark.e2e
 def test_a_round_that_was_broken_off_is_charged_again_from_the_reserve(make_loop):
     loop = make_loop(privacy=PROTECTED, rounds=5)
     for round in (2, 4):
@@ -107,6 +109,7 @@ def test_a_run_that_was_killed_before_its_ledger_had_a_header_begins_anew(make_l
     assert again.run(resume=True).rounds == 3 and len(charged_rounds(again)) == 4 * 3
 
 
+@pytest.mark.e2e
 def test_fewer_rounds_stop_earlier_and_later_the_run_goes_on_to_its_end(make_loop):
     """The noise is that of the rounds that were planned; callbacks may come and go, personal parameters stay."""
 
@@ -139,6 +142,7 @@ class Counting(Callback):
         self.rounds = state["rounds"]
 
 
+@pytest.mark.e2e
 def test_a_ledger_that_the_checkpoint_does_not_know_is_refused(make_loop):
     """Cut to an earlier round together with its head, or of another run of the same options: nothing is trained."""
     loop, other = make_loop(), make_loop()
@@ -163,6 +167,7 @@ def test_a_ledger_that_the_checkpoint_does_not_know_is_refused(make_loop):
         make_loop(output_dir=loop.output_dir).run(resume=True)
 
 
+@pytest.mark.e2e
 def test_a_kill_between_the_ledger_and_its_head(make_loop, monkeypatch):
     """Round 2 is on disk, its charge did not return: it is paid, trained on resume, and not paid twice."""
     unbroken, broken = make_loop(), make_loop()

@@ -103,6 +103,7 @@ def test_a_simulation_relies_on_no_charge_of_another_release(make_loop):
 QUICK = sorted(set(ENGINES) - {"trainer"})
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("engines", [QUICK, ["trainer"]], ids=" ".join)  # one example for all: it is calibrated once
 def test_rates_and_steps_are_those_of_the_schedule(engines, make_loop, monkeypatch):
     witness = Witness(monkeypatch)

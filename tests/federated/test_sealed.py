@@ -46,6 +46,7 @@ def test_no_flipped_bit_of_a_checkpoint_is_used(begun):
             path.write_bytes(content)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("damage", [b"", b"x", None])
 def test_a_run_with_a_damaged_checkpoint_ends_as_the_unbroken_one(damage, begun, make_loop):
     """Cut, overwritten or removed: the round is repeated, in a simulation bit for bit."""
@@ -62,6 +63,7 @@ def test_a_run_with_a_damaged_checkpoint_ends_as_the_unbroken_one(damage, begun,
     assert ledgers[0] == ledgers[1]
 
 
+@pytest.mark.e2e
 def test_what_the_copy_before_repeats_is_paid_with_fresh_noise_within_the_budget(make_loop):
     privacy = PrivacyOptions(epsilon=4.0, delta=1e-3, reserve_rounds=2)
     loop = break_off(make_loop(privacy=privacy), 3)
@@ -74,6 +76,7 @@ def test_what_the_copy_before_repeats_is_paid_with_fresh_noise_within_the_budget
     assert result.rounds == 3 and all(row["epsilon_spent"] <= row["epsilon_budget"] for row in result.clients)
 
 
+@pytest.mark.e2e
 def test_a_checkpoint_of_another_run_is_refused_and_so_is_one_without_a_key(begun, make_loop):
     other = break_off(make_loop(privacy=private(2.0)), 2)
     begun.folder.checkpoint.write_bytes(other.folder.checkpoint.read_bytes())
@@ -91,6 +94,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_so_is_one_without_a_key(begu
         again.run(resume=True)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("others", [[], ["ledger.head", "checkpoint.pt", "checkpoint.before.pt"]])
 def test_a_run_whose_ledger_is_gone_does_not_begin_anew(others, begun, make_loop):
     for name in ("ledger.jsonl", *others):
@@ -114,6 +118,7 @@ def test_a_failed_write_keeps_the_file_and_leaves_nothing(begun, monkeypatch):
     assert begun.folder.checkpoint.read_bytes() == content and sorted(begun.output_dir.iterdir()) == files
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("where, file", [("checkpoint", "private.json"), ("ledger", "ledger.jsonl")])
 def test_on_a_full_disk_the_error_names_the_file_and_how_to_resume(where, file, make_loop, monkeypatch):
     class Fills(Callback):

@@ -50,6 +50,7 @@ def run(make_loop, **options):
     return seen.reports, result, json.loads((loop.output_dir / "result.json").read_text())
 
 
+@pytest.mark.e2e
 def test_a_private_run_shows_its_times_on_a_coarse_grid_and_none_of_a_round(make_loop, monkeypatch):
     engine = Slow()
     engine.clock = Clock(monkeypatch)
@@ -73,6 +74,7 @@ def test_exact_times_are_an_option_that_every_guarantee_states(make_loop):
     assert f"Caveat: {EXACT_TIMES}." in str(result.guarantee)
 
 
+@pytest.mark.e2e
 def test_a_resumed_run_cannot_ask_for_exact_times(make_loop):
     loop = make_loop(privacy=PRIVACY, rounds=2)
     loop.run()

@@ -34,6 +34,7 @@ def test_rounds_add_up_and_survive_a_resumed_run(make_loop, tmp_path):
         assert resumed.metrics[name] == result.metrics[name]
 
 
+@pytest.mark.e2e
 def test_what_strategies_send_beside_the_model_counts(make_loop):
     """Three models go to everybody to choose from; the start of the round is among them and takes no time again."""
     model = make_loop().module.num_params

@@ -77,6 +77,7 @@ def test_arguments_that_cannot_be_used_are_refused(arguments):
         TrainerEngine(**arguments)
 
 
+@pytest.mark.e2e
 def test_a_trainer_with_callbacks_gives_the_results_of_the_reference(make_loop, tmp_path):
     seen = Seen()
     torch.manual_seed(0)

@@ -29,6 +29,7 @@ def test_a_run_that_diverges_is_not_charged_again(factor, got, parts, make_loop)
     assert saved["round"] == 2 and torch.equal(saved["models"], seen.models[0])
 
 
+@pytest.mark.e2e
 def test_one_client_with_a_huge_update_is_left_out(make_loop):
     loop, without = (
         changed_releases(make_loop(rounds=3), lambda round, client, delta, by=by: delta * by if client == 3 else delta)
@@ -40,6 +41,7 @@ def test_one_client_with_a_huge_update_is_left_out(make_loop):
     assert torch.equal(loop.state.models, without.state.models)
 
 
+@pytest.mark.e2e
 def test_a_client_that_wrecks_the_model_that_it_has_alone_harms_no_other(make_loop):
     loop, honest = (make_loop(rounds=3, parts=[SizeWeighted(), Local()]) for _ in range(2))
     # each is below the limit, and the model of two is above

@@ -63,6 +63,7 @@ def test_messages_come_out_as_they_went_in():
     assert crossed(question, Query).mechanism_of == question.mechanism_of
 
 
+@pytest.mark.e2e
 def test_a_run_over_the_wire_has_the_same_bits(make_loop, request):
     def model():
         parts = strategies.build({"noise_aware": {}, "fedprox": {"pull": 0.1}})

@@ -358,6 +358,7 @@ def test_a_baseline_is_called_as_the_constant_of_the_task():
         assert called <= {"", task.constant}, "all scores of a task have the same baseline"
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("code_was_read")
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_trains_and_reports(task, tmp_path):
@@ -387,6 +388,7 @@ def test_every_task_trains_and_reports(task, tmp_path):
     assert seen["test_metrics"] == result.test_metrics and result.clients[2]["metrics"] == {}
 
 
+@pytest.mark.e2e
 @pytest.mark.usefixtures("code_was_read")
 @pytest.mark.parametrize("task", TASKS)
 def test_gradients_by_layer_rules_are_those_of_vmap(task):
@@ -605,6 +607,7 @@ def test_the_c_index_counts_pairs_whose_order_is_known():
     assert constant == {"accuracy": None, "c_index": 0.5}
 
 
+@pytest.mark.e2e
 def test_survival_is_learnt_from_two_columns_of_a_table(tmp_path):
     pandas = pytest.importorskip("pandas")
     g = torch.Generator().manual_seed(0)
@@ -623,6 +626,7 @@ def test_survival_is_learnt_from_two_columns_of_a_table(tmp_path):
         task_of((4,), (), False, 4, named=TASKS["survival"])
 
 
+@pytest.mark.e2e
 def test_a_quantile_is_learnt_with_its_loss_baseline_and_coverage(tmp_path):
     g = torch.Generator().manual_seed(0)
     x = torch.randn(900, 2, generator=g)

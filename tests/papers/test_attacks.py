@@ -1,5 +1,6 @@
 """Simulated false updates: who sends them, what they are, and that honest clients stay as they are."""
 
+import pytest
 import torch
 from attack_tools import Releases
 from conftest import blobs
@@ -18,6 +19,7 @@ def updates_of(make_loop, attack):
     return seen.of_round[1]
 
 
+@pytest.mark.e2e
 def test_attackers_alone_send_what_the_attack_says(make_loop):
     true = updates_of(make_loop, None)
     own, honest = true[[1, 2]], true[[0, 3]]

@@ -73,6 +73,7 @@ def test_a_claim_names_rows_and_columns_that_exist(key, monkeypatch):
         claims.claims()
 
 
+@pytest.mark.e2e
 def test_the_page_has_all_claims_and_is_that_of_the_finished_cells():
     listed = claims.claims()
     assert len(listed) == 28

@@ -97,6 +97,7 @@ def runs(account, tmp_path) -> Runs:
     return Runs(account, tmp_path)
 
 
+@pytest.mark.e2e
 def test_runs_with_other_settings_seeds_and_clients_are_composed_by_name(runs, tmp_path):
     first = runs.run(hospitals("bergen", "oslo"))
     assert "No other run on the same records is in the account." in first.guarantee.words()
@@ -128,6 +129,7 @@ def test_an_account_of_a_newer_version_is_one_clear_error(runs, account):
         runs.run(hospitals("bergen"), "run1")
 
 
+@pytest.mark.e2e
 def test_a_copy_of_a_run_and_a_killed_run_count_each_charge(runs, tmp_path):
     population = hospitals("bergen", "oslo")
     break_off(runs.loop(population, reserve=2), 2)
@@ -145,6 +147,7 @@ def test_a_copy_of_a_run_and_a_killed_run_count_each_charge(runs, tmp_path):
     assert paid[0].total() == 4
 
 
+@pytest.mark.e2e
 def test_a_name_decides_and_common_records_join_names(runs, tmp_path):
     population = hospitals("bergen", "oslo")
     runs.run(population)
@@ -162,6 +165,7 @@ def test_a_name_decides_and_common_records_join_names(runs, tmp_path):
     assert runs.together("aarhus").runs == 4
 
 
+@pytest.mark.e2e
 def test_clients_without_names_are_one_holder_and_the_worst_counts(runs, tmp_path):
     """Any of them may be any in another run, so the epsilon is at least that of every pair."""
     for number, epsilon in enumerate(([1.0, 2.0, 3.0, 4.0], [4.0, 3.0, 2.0, 1.0])):
@@ -181,6 +185,7 @@ def test_clients_without_names_are_one_holder_and_the_worst_counts(runs, tmp_pat
     assert tight <= epsilon <= 1.25 * tight and "worst client" in method
 
 
+@pytest.mark.e2e
 def test_public_data_simulations_and_null_are_not_charged(tmp_path, monkeypatch):
     monkeypatch.setenv("DPFL_ACCOUNT", str(tmp_path / "users.jsonl"))
     own = PrivacyOptions(epsilon=2.0, delta=DELTA)
@@ -217,6 +222,7 @@ def test_own_files_under_a_public_name_are_charged(tmp_path, monkeypatch):
     assert [one.names for one in OperatedAccount(tmp_path / "users.jsonl").holders()] == [(NAMELESS,)]
 
 
+@pytest.mark.e2e
 def test_a_limit_refuses_a_run_before_it_begins_and_a_charge_before_it_is_made(runs, tmp_path):
     population = hospitals("bergen", "oslo")
     for name in ("bergen", "oslo", "lund"):
@@ -248,6 +254,7 @@ def test_a_limit_refuses_a_run_before_it_begins_and_a_charge_before_it_is_made(r
     runs.run(hospitals("oslo", "lund"), "run3", epsilon=8.0)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("seed", range(20))
 def test_a_filter_is_never_exceeded(account, seed):
     """Random releases, chosen one after the other until one is refused, cost at most the limit by PLD."""
@@ -327,6 +334,7 @@ def test_of_joined_limits_each_is_kept(account):
     assert paid > 1 and TIGHT.epsilon([EVENT] * paid, 1e-9) <= 8 and only.together.limit == 8
 
 
+@pytest.mark.e2e
 def test_copies_that_went_on_without_the_account_count_each_line(runs, tmp_path):
     population = hospitals("bergen", "oslo")
     null = PrivacyOptions(epsilon=2.0, delta=DELTA, account=None, reserve_rounds=2)
@@ -342,6 +350,7 @@ def test_copies_that_went_on_without_the_account_count_each_line(runs, tmp_path)
     assert runs.together("bergen").epsilon == TIGHT.epsilon([event] * 4, DELTA)
 
 
+@pytest.mark.e2e
 def test_a_copy_that_went_on_without_the_account_is_told_apart(runs, tmp_path):
     population = hospitals("bergen", "oslo")
     break_off(runs.loop(population, reserve=2), 2)
@@ -386,6 +395,7 @@ def test_names_that_the_operator_joins_count_together_in_each_run(account):
         assert only.together.epsilon == TIGHT.epsilon([EVENT] * 2, DELTA)
 
 
+@pytest.mark.e2e
 def test_two_names_in_turn_do_not_pass_a_limit(runs, tmp_path):
     """What a refused run says of who is who is kept."""
     runs.account.limit("bergen", Limit(1.0, DELTA))
@@ -433,6 +443,7 @@ def test_clients_without_names_count_for_every_limit(account):
     assert unnamed.together.epsilon == bergen.together.epsilon > TIGHT.epsilon([EVENT], DELTA)
 
 
+@pytest.mark.e2e
 def test_a_resumed_run_keeps_its_data_holders(account, tmp_path):
     """Else a refused resume with other records would give what was released to their holder."""
     runs = Runs(account, tmp_path)
@@ -940,6 +951,7 @@ def test_runs_of_several_adjacencies_compose_under_replacement(account, relation
     )
 
 
+@pytest.mark.e2e
 def test_many_runs_are_composed_within_seconds():
     """Up to 200 different mechanisms of a holder are composed tightly, more by RDP: whoever else is asked about."""
     noises = {name: [3.0 + number / 10 for number in range(count)] for name, count in (("a", 100), ("b", 201))}
@@ -952,6 +964,7 @@ def test_many_runs_are_composed_within_seconds():
     assert compose(lines[:100]) == {Keys("a"): few} and compose(lines[100:]) == {Keys("b"): many}
 
 
+@pytest.mark.e2e
 def test_an_older_a_changed_and_a_missing_file_are_refused_until_accepted(runs, capsys):
     file, population = runs.account.path, hospitals("bergen", "oslo")
     runs.run(population)

@@ -86,6 +86,7 @@ def test_full_batches_golden_values():
         assert PLD.epsilon([GaussianEvent(1.0, noise, steps)], delta) == pytest.approx(epsilon, rel=1e-4)
 
 
+@pytest.mark.e2e
 def test_full_batches_compose_unequal_noise_exactly():
     events = [GaussianEvent(1.0, 3.0, 5), GaussianEvent(1.0, 7.0, 20), GaussianEvent(1.0, 0.9)]
     one = GaussianEvent(1.0, (5 / 9 + 20 / 49 + 1 / 0.81) ** -0.5)
@@ -142,6 +143,7 @@ class TestEvery:
                 accountant.epsilon(events, delta)
 
 
+@pytest.mark.e2e
 @settings(deadline=None, max_examples=40)
 @given(
     rate=st.floats(1e-4, 1.0),

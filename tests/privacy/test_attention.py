@@ -80,6 +80,7 @@ def assert_equals_the_loop(net):
 KINDS = ["none", "of all", "added", "of a head", "of heads", "of a record", "of a record's heads", "nothing is seen"]
 
 
+@pytest.mark.e2e
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_attention_equals_the_loop(data):

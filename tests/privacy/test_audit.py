@@ -102,6 +102,7 @@ def test_a_shift_far_beyond_the_noise_is_bounded_as_well(apart):
     assert audit.shift_interval(np.ones(3), np.ones(3), 0.05) == (0.0, 0.0)
 
 
+@pytest.mark.e2e
 def test_releases_to_tell_are_enough_and_not_too_many():
     """Significance 0.01, 10 % misses: 300 samples of 1.5 mu, seed 4; 50 or more misses have a chance of 1e-4."""
     rng, mu = np.random.default_rng(4), 0.8

@@ -219,6 +219,7 @@ def test_rule_equals_reference(layer_type, dtype, data):
     equals_reference(layer_type, dtype, data)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("layer_type", TAPPED, ids=lambda t: t.__name__)
 @settings(max_examples=12, deadline=None, derandomize=True)  # the reference is slow
@@ -233,6 +234,7 @@ def equals_reference(layer_type, dtype, data):
     assert_equals_reference(layer, x, dtype=dtype)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_pooled_convolutions_equal_reference(dtype, monkeypatch):
     """In float32 the gradient behind max-pooling takes the way that skips its zeros."""
@@ -496,6 +498,7 @@ def test_layer_norm_in_low_precision_keeps_the_normalised_input():
     assert torch.equal(weight.grads, nn.functional.layer_norm(x, (32,)))
 
 
+@pytest.mark.e2e
 def test_recurrent_layers_are_checked_without_dropout_in_training_mode():  # else cuDNN has no derivative
     modes = set()
 
@@ -550,6 +553,7 @@ def reasons():
     ]
 
 
+@pytest.mark.e2e
 def test_engine_is_chosen_with_its_reason(monkeypatch):
     monkeypatch.setattr("dpfl_lightning.privacy.clipping.checked.code_of_users", code_of_users)
     for net, words in reasons():
@@ -625,6 +629,7 @@ class Queries(nn.Module):
         return self.decoder(self.queries.weight.unsqueeze(0).expand(len(x), -1, -1), x).mean(2)
 
 
+@pytest.mark.e2e
 def test_what_vmap_cannot_draw_goes_one_record_at_a_time():
     net, x = Queries(), torch.randn(8, 5, 4)
     state = torch.get_rng_state()

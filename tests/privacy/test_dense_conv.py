@@ -280,6 +280,7 @@ def test_a_kept_vector_has_the_bits_of_a_new_one(groups, only):
         assert torch.equal(nothing, torch.zeros_like(new))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("channels, size", [(16, 3), (40, 3), (24, 5)])
 @pytest.mark.parametrize("pool", [nn.AvgPool2d, nn.MaxPool2d])
 def test_clipped_sums_are_the_references(by_loops, channels, size, pool):

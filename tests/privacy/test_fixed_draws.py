@@ -209,6 +209,7 @@ class Leaky(nn.Sequential):
         super().__init__(nn.Linear(6, 8), nn.RReLU(), nn.Linear(8, 3))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", [Vae, Vector, Rejecting, Pairs, Halves, Leaky])
 def test_models_that_draw_or_round_are_trained(kind):
     torch.manual_seed(0)

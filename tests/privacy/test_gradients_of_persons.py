@@ -101,6 +101,7 @@ def by_hand(module: ClientModule, x: Block, y: torch.Tensor) -> torch.Tensor:
     return torch.stack(gradients).double()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", MODELS)
 def test_sums_of_persons_equal_those_of_the_loop(name):
     module, (x, y) = module_of(name), persons(name)

@@ -23,6 +23,7 @@ def sums():
     return checked.choose(), checked.passes.examples, params, x, y
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("records", [0, 1, 96, 150])
 def test_recorded_passes_give_the_same_sums(sums, groups, records, monkeypatch):
@@ -40,6 +41,7 @@ def test_recorded_passes_give_the_same_sums(sums, groups, records, monkeypatch):
     assert len(recorded) == (records > 0)
 
 
+@pytest.mark.e2e
 def test_recorded_passes_of_persons_give_the_same_sums(monkeypatch):
     module = ClientModule(models.build("cnn_small", (1, 28, 28), 10))
     x = Block.of(torch.randn(150 * 3, 1, 28, 28), torch.arange(3) < torch.arange(150)[:, None] % 3 + 1)

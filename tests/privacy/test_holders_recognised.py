@@ -91,6 +91,7 @@ def runs(tmp_path) -> Runs:
     return Runs(tmp_path)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("other", ["Bergen", "BERGEN", "\uff42ergen"])
 def test_a_name_in_another_spelling_is_the_same_holder(runs, other):
     """Also if every record is another one."""
@@ -107,6 +108,7 @@ def test_the_first_spelling_is_shown_and_invisible_characters_are_none(runs):
     assert shown == "Straße\u200b " and runs.command("join", "strasse", "straße") == 0
 
 
+@pytest.mark.e2e
 def test_two_spellings_in_turn_do_not_pass_a_limit(runs):
     assert runs.command(*LIMIT) == 0
     with pytest.raises(UserError, match="keep the limit of bergen, epsilon 3"):
@@ -116,6 +118,7 @@ def test_two_spellings_in_turn_do_not_pass_a_limit(runs):
     assert holder.names == ("bergen",) and 0 < holder.together.epsilon <= 3 and holder.together.used <= 1
 
 
+@pytest.mark.e2e
 def test_two_spellings_in_one_run_count_together(runs):
     runs.run({"bergen": patients()})
     alone = runs.account.holders()[0].together.epsilon
@@ -159,6 +162,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("how", CHANGES)
 def test_records_in_another_form_are_the_same_holder(runs, how):
     runs.run({"bergen": patients()})
@@ -171,12 +175,14 @@ def test_records_in_another_form_are_the_same_holder(runs, how):
     assert runs.holders() == [("bergen", "haukeland")]
 
 
+@pytest.mark.e2e
 def test_other_records_of_the_same_population_are_another_holder(runs):
     runs.run({"bergen": patients(), "oslo": patients(seed=3)})
     runs.run({"lund": patients(seed=4)})
     assert sorted(runs.holders()) == [("bergen",), ("lund",), ("oslo",)]
 
 
+@pytest.mark.e2e
 def test_a_match_says_how_likely_it_is_by_chance(runs):
     runs.run({"bergen": patients()})
     with pytest.warns(UserNotice, match=r"by chance with a probability of at most \d+e-\d+"):
@@ -186,6 +192,7 @@ def test_a_match_says_how_likely_it_is_by_chance(runs):
     assert same["same"] == ["haukeland", "bergen"] and 0 <= same["chance"] < 1e-9
 
 
+@pytest.mark.e2e
 def test_records_with_few_values_say_nothing(runs):
     """Every hospital has patients who agree in three answers. Only the whole table is recognised, in any order."""
     rng = np.random.default_rng(0)
@@ -202,6 +209,7 @@ def with_ids(table: pandas.DataFrame, first: int, step: int = 1) -> pandas.DataF
     return table.assign(patient=[f"P{first + step * number:011d}" for number in range(len(table))])
 
 
+@pytest.mark.e2e
 def test_persons_are_recognised_by_their_ids(runs):
     """Though every other cell has changed. Running numbers, which every hospital begins at 1, say nothing."""
     options = {"person": "patient"}
@@ -214,6 +222,7 @@ def test_persons_are_recognised_by_their_ids(runs):
     assert sorted(runs.holders()) == [("bergen", "haukeland"), ("lund",), ("oslo",)]
 
 
+@pytest.mark.e2e
 def test_a_column_of_clients_is_not_compared(runs):
     """One table of two sites, and the table of one of them."""
     both = pandas.concat([patients().assign(site="a"), patients(seed=3).assign(site="b")])
@@ -226,6 +235,7 @@ def test_a_column_of_clients_is_not_compared(runs):
     assert sorted(runs.holders()) == [("a", "haukeland"), ("b",)]
 
 
+@pytest.mark.e2e
 def test_how_a_file_is_written_does_not_count(runs):
     """Semicolons and decimal commas, and a Parquet file or a table in memory."""
     runs.run({"bergen": patients()})
@@ -238,6 +248,7 @@ def test_how_a_file_is_written_does_not_count(runs):
     assert runs.holders() == [("bergen", "haukeland", "hus")]
 
 
+@pytest.mark.e2e
 def test_tensors_are_compared_without_labels(runs):
     table = patients()
     x, y = table[["age", "crp", "sbp"]].to_numpy(np.float32) / 50, table["ill"].to_numpy()
@@ -251,6 +262,7 @@ def test_tensors_are_compared_without_labels(runs):
     assert runs.holders() == [("bergen", "haukeland", "hus")]
 
 
+@pytest.mark.e2e
 def test_an_unknown_name_is_refused_where_there_is_a_limit_until_the_operator_says_who_it_is(runs, capsys):
     assert runs.command("limit", "bergen", "8", str(DELTA)) == 0
     runs.run({"bergen": patients()})
@@ -268,6 +280,7 @@ def test_an_unknown_name_is_refused_where_there_is_a_limit_until_the_operator_sa
     assert sorted(runs.holders()) == [("bergen", "haukeland"), ("lund",)]
 
 
+@pytest.mark.e2e
 def test_a_new_holder_whose_records_are_known_stays_joined(runs, capsys):
     runs.run({"bergen": patients()})
     assert runs.command(*LIMIT) == 0
@@ -305,6 +318,7 @@ def test_no_digest_leaves_the_account(runs):
     assert not set(secrets) & {other.packed[place : place + 8] for place in range(0, len(other.packed), 8)}
 
 
+@pytest.mark.e2e
 def test_evidence_of_the_same_records_is_written_once(runs):
     for _ in range(3):
         runs.run({"bergen": patients()})
@@ -312,6 +326,7 @@ def test_evidence_of_the_same_records_is_written_once(runs):
     assert sum("evidence" in line and "run" not in line for line in lines) == 1
 
 
+@pytest.mark.e2e
 def test_many_clients_enter_within_seconds(tmp_path):
     """A hundred thousand would take a hundred times as long; their evidence is a few digests each."""
     rng = np.random.default_rng(0)
@@ -339,6 +354,7 @@ def test_many_clients_enter_within_seconds(tmp_path):
     assert len(runs.account.holders()) == 1000
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 50))])
 def test_names_subsets_and_forms_in_any_order_never_pass_a_limit(runs, seed):
     """All of these runs are on records of one hospital. What they have charged is composed by dp_accounting."""
@@ -394,6 +410,7 @@ output_dir: {output}
 """
 
 
+@pytest.mark.e2e
 def test_fit_refuses_two_spellings_and_another_order_of_features_at_the_limit(tmp_path, monkeypatch, capsys):
     """As somebody meets it: a file for each run, a configuration, and `dpfl fit`."""
     monkeypatch.setenv("DPFL_ACCOUNT", str(tmp_path / "users.jsonl"))
@@ -425,6 +442,7 @@ def test_the_page_has_the_figures_of_the_measurement():
     assert found["changed in every row"] == 0 and "changed in every row, in more than one column, cannot be" in page
 
 
+@pytest.mark.e2e
 def test_the_measurement_repeats():
     pairs = json.loads((holders.RESULTS / "holders.json").read_text())
     for place, kind in enumerate(holders.KINDS):
@@ -438,6 +456,7 @@ def test_the_measurement_repeats():
             )
 
 
+@pytest.mark.e2e
 def test_nameless_clients_are_as_before(runs):
     runs.run(Population.from_datasets([(np.ones((40, 3), np.float32), np.arange(40) % 2)], num_classes=2))
     assert runs.holders() == [(NAMELESS,)]
@@ -449,6 +468,7 @@ def tensors(seed: int = 0, name: str = "") -> Population:
     return Population.from_datasets({name: records} if name else [records], num_classes=2)
 
 
+@pytest.mark.e2e
 def test_a_run_without_names_makes_no_name_known(runs):
     """It may be anybody's, also of a holder with a limit; two such clients are not one holder."""
     runs.run(tensors())
@@ -459,6 +479,7 @@ def test_a_run_without_names_makes_no_name_known(runs):
     assert all(len(names) == 1 for names in runs.holders())
 
 
+@pytest.mark.e2e
 def test_a_run_without_privacy_is_refused_on_records_with_a_limit(runs, monkeypatch):
     monkeypatch.setenv("DPFL_ACCOUNT", str(runs.account.path))
     runs.run({"bergen": patients()})
@@ -476,6 +497,7 @@ def test_a_run_without_privacy_is_refused_on_records_with_a_limit(runs, monkeypa
     loop.run()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("option", [{"noise_key": "0" * 32}, {"account": None}])
 def test_a_run_that_is_not_charged_is_refused_on_records_with_a_limit(runs, monkeypatch, option):
     monkeypatch.setenv("DPFL_ACCOUNT", str(runs.account.path))
@@ -500,6 +522,7 @@ IDS = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("count", [40, 100, 300])
 @pytest.mark.parametrize("kind", IDS)
 def test_ids_that_others_have_too_make_no_one_holder(runs, kind, count):
@@ -508,6 +531,7 @@ def test_ids_that_others_have_too_make_no_one_holder(runs, kind, count):
     assert sorted(runs.holders()) == [("north",), ("south",)]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("numbers", ["rows", "days"])
 def test_numbers_of_rows_make_no_one_holder(runs, numbers):
     for name, seed in (("north", 1), ("south", 2)):
@@ -521,6 +545,7 @@ def test_numbers_of_rows_make_no_one_holder(runs, numbers):
     assert sorted(runs.holders()) == [("north",), ("south",)]
 
 
+@pytest.mark.e2e
 def test_dates_in_another_form_and_another_format_of_the_file_are_the_same(runs, tmp_path):
     rng = np.random.default_rng(0)
     days = pandas.to_datetime("2022-01-01") + pandas.to_timedelta(rng.integers(0, 900, 160), unit="D")

@@ -430,6 +430,7 @@ STRANGE = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("way", STRANGE)
 def test_strange_attributes_stay_as_they_are(way):
     net = Late(STRANGE[way]())

@@ -259,6 +259,7 @@ def global_keepers():
     return [one for one in locals().values()]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("keeper", global_keepers(), ids=lambda one: one.__name__)
 def test_what_is_kept_in_variables_of_files_ends_the_run(keeper):
     kind = type("Kind", (InGlobals,), {"kept": keeper})

@@ -64,6 +64,7 @@ def people(records=24):
     return Population.from_datasets([data, data], num_classes=32, held_out=0)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("frozen", [True, False])
 def test_checks_of_a_large_model_cost_about_100_records_and_copy_nothing_frozen(frozen):
     module, population, engine = ClientModule(Wide(frozen)), people(), FastEngine(1)
@@ -74,6 +75,7 @@ def test_checks_of_a_large_model_cost_about_100_records_and_copy_nothing_frozen(
     assert isinstance(engine.checked.choose(), FastClippedSum)
 
 
+@pytest.mark.e2e
 def test_the_rules_of_a_large_model_are_those_of_the_loop():
     net = Wide()
     x, y = torch.randn(6, 512, 512), torch.arange(6)
@@ -121,6 +123,7 @@ def test_what_a_large_frozen_tensor_keeps_of_records_is_noticed(by_data):
         clipped_sum_for(net, None, x[:0], y[:0])[0](params, x, y, ClipRequest(1.0))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("between", BY_LOOP)
 def test_a_large_model_that_depends_on_records_goes_one_record_at_a_time(between, monkeypatch):
     monkeypatch.setattr(operations, "_MOST_WORK", 1)

@@ -96,6 +96,7 @@ def test_the_header_of_equal_clients_is_short(path):
     assert verify(path, lambda _: None).header.epsilon == (2.0,) * 100_000
 
 
+@pytest.mark.e2e
 def test_another_process_is_refused_but_may_read(path):
     ledger = Ledger(path, HEADER)
     ledger.charge([charge()])
@@ -477,6 +478,7 @@ def test_no_charges_are_hidden_behind_a_zero(written):
         read_ledger(written)
 
 
+@pytest.mark.e2e
 def test_equal_charges_of_many_clients_are_one_short_line(path):
     """A round of 100,000 clients is a line; of a random tenth, their numbers."""
     ledger = Ledger(path, Header("rdp", "add_remove", "poisson", (1e-4,) * 100_000, (2.0,) * 100_000))

@@ -144,6 +144,7 @@ def test_tails_are_right_far_out(generator):
     assert in_classes(draws, np.array([*-edges[::-1], *edges]), stats.laplace) > FALSE_ALARM
 
 
+@pytest.mark.e2e
 def test_integers_are_rounded_numbers():
     """At scales at which their grid shows: chi-square of every integer."""
     for scale, (draw, exact) in itertools.product(
@@ -154,6 +155,7 @@ def test_integers_are_rounded_numbers():
         assert in_classes(draw(1_000_000, scale), edges, exact(scale=scale)) > FALSE_ALARM
 
 
+@pytest.mark.e2e
 def test_the_ziggurat_is_the_same_in_pieces():
     """Spare words that come three at a time, after first tries of which none is enough: no number is favoured (seed 4).
 
@@ -191,6 +193,7 @@ def test_layers_have_one_area_and_end_under_the_curve():
     assert 256 * areas[0] > math.sqrt(math.pi / 2), "the layers cover the curve"
 
 
+@pytest.mark.e2e
 def test_draws_are_independent_of_those_before_and_of_other_streams():
     streams = [Streams(bytes(32)).generator("noise", 1, client) for client in range(25)]
     rows = np.array([one.integer_normals(20_000, SCALE) for one in [*streams, *(fresh() for _ in range(25))]])
@@ -220,6 +223,7 @@ def test_a_device_gets_all_bits_of_a_word():
     assert len(seeds) == 64 and max(seeds) >= 2**63 > min(seeds)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("generator", [keyed(9), fresh()], ids=["keyed", "fresh"])
 def test_poisson_sizes_are_binomial_and_records_equally_likely(generator):
     for rate in (0.1, 0.5, 1e-3):
@@ -272,6 +276,7 @@ def first(streams: Streams, name) -> int:
     return int(streams.generator(*name).words(1)[0])
 
 
+@pytest.mark.e2e
 @given(NAMES, NAMES)
 def test_a_simulation_repeats_each_stream_and_no_two_are_alike(one, other):
     streams = Streams(bytes(32))

@@ -186,6 +186,7 @@ def answers(tmp_path, monkeypatch, capsys):
     return all_of
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_every_command_gives_one_answer(question, answers):
     runs, released, delta, relation, accountant = QUESTIONS[question]
@@ -198,6 +199,7 @@ def test_every_command_gives_one_answer(question, answers):
     assert epsilon >= oracle.lower_bound(released, delta, adjacency) - 1e-6, "what another library composes"
 
 
+@pytest.mark.e2e
 def test_the_end_of_a_run_its_page_its_plan_and_the_account_give_one_answer(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("DPFL_ACCOUNT", str(tmp_path / "account.jsonl"))
@@ -226,6 +228,7 @@ def test_the_end_of_a_run_its_page_its_plan_and_the_account_give_one_answer(tmp_
     assert words in planned and words in page and words in result.guarantee.words()
 
 
+@pytest.mark.e2e
 def test_a_run_that_chooses_its_noise_has_one_answer(tmp_path, monkeypatch, capsys):
     """The second stage of the paper's selection has other noise than was planned: the whole budget counts."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -253,6 +256,7 @@ def test_a_run_that_chooses_its_noise_has_one_answer(tmp_path, monkeypatch, caps
     assert NOISE_BY_RESULTS in capsys.readouterr().out
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("seed", range(4))
 def test_no_holder_costs_more_than_is_said(seed):
     """Of random runs, whoever the clients without names are: by another library."""

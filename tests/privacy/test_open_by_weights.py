@@ -462,6 +462,7 @@ def opened(net: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "kind",
     [
@@ -502,6 +503,7 @@ def test_a_record_moves_a_sum_by_at_most_its_norm(kind):
         assert all(torch.equal(before[name], p) for name, p in params.items())
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("what", FURTHER)
 def test_what_no_list_names_is_refused_in_a_pass(what):
     torch.manual_seed(0)
@@ -512,6 +514,7 @@ def test_what_no_list_names_is_refused_in_a_pass(what):
         clipped_sum(opened(net), X, Y, ClipRequest(1.0))
 
 
+@pytest.mark.e2e
 def test_a_mode_that_a_user_has_entered_sees_no_records_of_a_pass():
     class Multiplied(Ordinary):
         def changed(self, h, x):
@@ -526,6 +529,7 @@ def test_a_mode_that_a_user_has_entered_sees_no_records_of_a_pass():
     assert reason.startswith("loop") and moved.norm() <= 1 + 1e-6
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("way", ["whole", "a function of it"])
 def test_compiled_models_have_the_gradients_of_the_plain_ones(way):
     torch.manual_seed(0)
@@ -542,6 +546,7 @@ def test_compiled_models_have_the_gradients_of_the_plain_ones(way):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.e2e
 def test_the_compiler_sees_no_record():
     """It would compile anew for some numbers of records, until it gives up."""
     seen = []
@@ -672,6 +677,7 @@ class Turning(nn.Module):
         return self.head(h)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("width", [5, 7])
 @pytest.mark.parametrize("expected", [2.0, 6.0])
 def test_no_record_is_at_the_end_of_a_loop_that_weights_turn_on(width, expected):
@@ -724,6 +730,7 @@ class Attending(nn.Module):
         return self.head(self.encoder(x[:, None].repeat(1, 4, 1)).mean(1))
 
 
+@pytest.mark.e2e
 def test_a_model_with_dropout_in_its_attention_runs_under_vmap():
     net = Attending()
     clipped_sum, reason = clipped_sum_for(net, None, X[:0], Y[:0])

@@ -25,6 +25,7 @@ class Tokens(nn.Module):
         return self.head(torch.tanh(self.norm(torch.cat([*tokens, twice], dim=1))).mean(1))
 
 
+@pytest.mark.e2e
 def test_parameters_that_lie_in_one_vector_have_the_gradients_of_the_loop():
     net, x, y = Tokens(), torch.randn(9, 5, 4), torch.arange(9) % 3
     clipped_sum, reason = clipped_sum_for(net, None, x, y)
@@ -105,6 +106,7 @@ USES = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", USES)
 def test_a_use_has_the_gradients_of_the_loop(name):
     net = USES[name]
@@ -132,6 +134,7 @@ class OwnAttention(nn.Module):
         return y.mean(dim=0)
 
 
+@pytest.mark.e2e
 def test_attention_of_functions_may_draw_a_mask_of_dropout():
     net, x, y = OwnAttention(), torch.randn(5, 4, 8), torch.arange(5)
     clipped_sum, how = clipped_sum_for(net, None, x[:1], y[:1])

@@ -176,6 +176,7 @@ class TimeFirst(nn.Module):
         return self.last(self.first(x).transpose(0, 1).contiguous().sum(0))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("net", [nn.Sequential(nn.Linear(7, 13), nn.ReLU(), nn.Linear(13, 2)), TimeFirst()])
 def test_the_order_of_sums_tells_nothing(net):
     """Large numbers that cancel inside a record show it, even where numbers of two bytes hide it otherwise."""
@@ -447,6 +448,7 @@ def answered(module, model, x, examples):
     return float(answers.answer(ChargedQuery.of(query), 0, module, x, y, None, passes)[0])
 
 
+@pytest.mark.e2e
 def test_a_servers_model_moves_no_answer_by_more_than_a_record():
     """Rows of the model that a server asks with are bounded, so that they hide on what they depend."""
     module = ClientModule(nn.Sequential(nn.Linear(7, 13), nn.SiLU(), nn.Linear(13, 2)), task="multiclass")

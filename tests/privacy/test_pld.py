@@ -34,6 +34,7 @@ def test_numerical_composition_is_exact_where_the_exact_value_is_known(mu, steps
     assert exact * (1 - 1e-9) <= found <= exact + min(0.005, 0.003 * exact) + 1e-5
 
 
+@pytest.mark.e2e
 @settings(deadline=None, max_examples=25)
 @given(st.floats(1e-4, 1.0), st.floats(0.3, 50.0), st.integers(6, 60), st.floats(1e-3, 1.0))
 @example(1.0, 2.0, 20, 0.5)
@@ -69,6 +70,7 @@ CASES = [
 ]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("events", "delta", "adjacency"), [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.e2e) for case in CASES[2:])]
 )
@@ -104,6 +106,7 @@ def test_one_selection_has_its_closed_form(epsilon):
         assert x <= PLD.epsilon([SelectionEvent(epsilon)], delta) <= x + 0.003 * min(1, x) + 1e-6
 
 
+@pytest.mark.e2e
 def test_many_selections_are_composed_in_groups_and_cost_little_more():
     whole = PLD.epsilon([SelectionEvent(0.05, 100)], 1e-5)
     assert PLD.epsilon([SelectionEvent(0.05, 130)], 1e-5) > whole
@@ -160,6 +163,7 @@ def test_far_out_settings_have_a_bound_in_reasonable_time(
     assert time.process_time() - begun < 60  # on a loaded machine
 
 
+@pytest.mark.e2e
 def test_twenty_clients_are_solved_in_seconds_and_asked_again_in_milliseconds():
     def client(number: int) -> ClientSchedule:
         return ClientSchedule(1.0 + number / 10, 1e-4, (Planned("train", GaussianEvent(64 / 2400, None, 38), 30),))

@@ -111,6 +111,7 @@ def gradients(clipped_sum, params, x, y):
     return clipped_sum(params, x, y, each)[0]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("build, x, way", MODELS.values(), ids=MODELS)
 def test_each_record_has_the_gradient_that_it_has_alone_bit_for_bit(build, x, way):
     torch.manual_seed(0)
@@ -168,6 +169,7 @@ class Remembering(Small):
         return found
 
 
+@pytest.mark.e2e
 def test_records_that_differ_hide_nothing_that_is_kept():
     net = Remembering()
     params = {name: p.detach() for name, p in net.named_parameters()}
@@ -180,6 +182,7 @@ def test_records_that_differ_hide_nothing_that_is_kept():
     seen().last = 0
 
 
+@pytest.mark.e2e
 def test_which_records_go_alone_depends_on_each_of_them_alone():
     net = Lengths()
     params, alone = {name: p.detach() for name, p in net.named_parameters()}, []
@@ -207,6 +210,7 @@ class Later(Small):
         return self.first(x)
 
 
+@pytest.mark.e2e
 def test_reads_that_begin_with_other_weights_are_those_of_a_public_record():
     torch.manual_seed(0)
     net = Later()
@@ -236,6 +240,7 @@ class Selecting(Small):
         return self.first(x)[x[:, 0] > 0].sum(0, keepdim=True) + self.second(x)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", [Dropping, Measured, Selecting])
 def test_what_no_public_record_can_stand_for_goes_alone(kind):
     assert clipped_sum_for(kind(), None, X[:0], Y[:0])[1].startswith("loop")
@@ -284,6 +289,7 @@ class Elsewhere(nn.Module):
         return self.last(hidden.tanh()) + self.gate * 0
 
 
+@pytest.mark.e2e
 def test_a_record_that_takes_another_script_changes_no_bit_of_the_others():
     torch.manual_seed(0)
     net, x, y = Elsewhere(), torch.randn(60, 6), torch.randint(0, 3, (60,))
@@ -311,6 +317,7 @@ class Listing(Small):
         return self.first(x) * len(found)
 
 
+@pytest.mark.e2e
 def test_a_list_of_public_numbers_is_another_one_in_every_pass():
     torch.manual_seed(0)
     net = Listing()

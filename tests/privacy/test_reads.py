@@ -132,6 +132,7 @@ def right(net, clipped_sum):
     torch.testing.assert_close(ours, loop, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("between", [*UNDER_VMAP, *BY_LOOP])
 def test_gradients_are_those_of_the_loop(between):
     net = Reading(between)
@@ -211,6 +212,7 @@ MASKED = [FarFromTheFirst, AnyEmpty, AnyEmptyOfNone, MostlyLeft, NeverEmpty, Tri
 MASKED += [TrimmedToTheLongest]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("form", ["long", "float", "wide"])
 @pytest.mark.parametrize("kind", MASKED)
 def test_masks_of_other_records_decide_nothing(kind, form):
@@ -261,6 +263,7 @@ def test_a_length_of_zero_without_a_finite_loss_changes_no_other_record():
     assert torch.equal(before[rows], after[rows]) and not after[4].any()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("between", [*UNDER_VMAP, *BY_LOOP])
 def test_no_neighbour_changes_what_a_record_contributes(between):
     """Masked or not, hidden units whose large outputs cancel would show another kernel."""

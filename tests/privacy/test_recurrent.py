@@ -69,6 +69,7 @@ def assert_equals_the_loop(net, x, order=2, size=4):
     torch.testing.assert_close(found, norms, rtol=1e-9, atol=0)
 
 
+@pytest.mark.e2e
 @KINDS
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())

@@ -55,6 +55,7 @@ MARKS = {1: (), 200: pytest.mark.e2e}  # by the number of steps
 GRID = [pytest.param(*case, marks=pytest.mark.slow if case in LONG else MARKS[case[2]]) for case in SETTINGS]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("rate", "noise", "steps", "adjacency"), GRID)
 def test_no_value_below_the_truth(rate, noise, steps, adjacency):
     events = [GaussianEvent(rate, noise, steps)]

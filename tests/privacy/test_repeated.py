@@ -72,6 +72,7 @@ def no_walk(monkeypatch):
     KEPT.clear()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize(("kind", "way"), [(CountsPasses, "vmap"), (RunningMean, "loop"), (LastRecord, "loop")])
 def test_what_is_kept_anywhere_ends_a_sum(kind, way, dropout, no_walk, monkeypatch):
@@ -86,6 +87,7 @@ def test_what_is_kept_anywhere_ends_a_sum(kind, way, dropout, no_walk, monkeypat
         summed(net, sums=40)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_an_honest_model_is_repeated_in_every_sum(dropout, monkeypatch):
     monkeypatch.setattr(repeated, "ALWAYS", math.inf)
@@ -161,6 +163,7 @@ def test_directions_periods_and_company_are_seen_in_what_a_sum_compares(mixing):
     assert len(calls) < 200
 
 
+@pytest.mark.e2e
 def test_dummy_records_of_a_start_take_no_turn_of_the_first_sums(monkeypatch, tmp_path):
     """Two passes are compared in the first two sums that a run releases."""
     compared = []
@@ -192,6 +195,7 @@ class DrawsForSome(Kept):
         return self.second(hidden)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", [DrawsForSome])
 def test_a_model_that_draws_for_some_records_only_is_not_refused(kind, monkeypatch):
     monkeypatch.setattr(repeated, "ALWAYS", math.inf)

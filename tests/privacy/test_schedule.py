@@ -47,6 +47,7 @@ def test_phases_share_a_noise_unless_it_is_given_and_selections_are_part_of_the_
         assert solved.noise_multiplier("first_round") == (first or solved.noise_multiplier("train"))
 
 
+@pytest.mark.e2e
 def test_tight_noise_golden_values():
     assert solve(one_phase(1.0, 1.0, 1, 1e-5), PLD) == pytest.approx(3.730632, rel=1e-4)
     assert solve(one_phase(2.25, 1.0, 1, 4.0834087e-4), PLD) == pytest.approx(math.sqrt(2), rel=1e-4)
@@ -57,6 +58,7 @@ def test_tight_noise_golden_values():
     assert 3.2095 <= 6 * solve(one_phase(1.0, 0.001, 25, 1e-5), PLD) <= 3.211
 
 
+@pytest.mark.e2e
 @settings(deadline=None, max_examples=60)
 @given(
     epsilon=st.floats(0.05, 30.0),

@@ -130,6 +130,7 @@ def sums_of(engine: str, net: nn.Module, loss):
 VMAP = [pytest.param(name, "vmap", marks=[pytest.mark.e2e] * (name != "linear")) for name in NETS]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("order", [2, 1])
 @pytest.mark.parametrize(("name", "engine"), [*((name, "fast") for name in NETS), *VMAP])
 def test_no_record_adds_more_than_the_clip_norm(name, order, engine):

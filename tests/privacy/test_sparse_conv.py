@@ -67,6 +67,7 @@ def test_both_gradients_are_torchs(
         torch.testing.assert_close(dx.double(), true_dx, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.e2e
 def test_what_is_not_a_number_stays_with_its_record():
     """Clipping drops such a record; it must neither be missed nor reach another one."""
     layer, x, dy = case((2, 2, 16), 3, 16, (5, 5), (1, 1), (1, 1), 0.3)
@@ -77,6 +78,7 @@ def test_what_is_not_a_number_stays_with_its_record():
     assert torch.equal(dw[[0, 2]], clean[[0, 2]]) and bool(dx[[0, 2]].isfinite().all())
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("first", [0.0, 100.0, 1e30, float("nan"), float("inf")])
 def test_no_record_chooses_the_algorithm_or_moves_the_sum_of_the_others(first, monkeypatch):
     """Random records decide when the sum is built. Else a record would show in the time, and in others' last bits."""

@@ -289,6 +289,7 @@ MODELS = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("build, x", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("order", [2, 1])
 def test_taps_give_the_gradients_of_the_loop(build, x, order):
@@ -375,6 +376,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("way", WAYS)
 def test_records_write_into_constants_of_their_own(way):
     torch.manual_seed(0)

@@ -727,6 +727,7 @@ REMEMBERING += [InMetaclass, InBoxOfALayer, InSlotOfAModule, InSlotOfAList, InCl
 RESTORED = [InAttribute, OnLayer, InBuffer, InInput]  # by the loop, after every record
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("by_loop", [False, True])
 @pytest.mark.parametrize("kind", REMEMBERING)
 def test_what_begins_to_keep_something_with_the_weights_of_a_server_is_refused(kind, by_loop, monkeypatch):
@@ -886,6 +887,7 @@ def test_labels_beyond_the_classes_of_ctc_are_an_error(label):
     assert module.sample_loss(module.named_trainable, x, y.clamp(0, 5)).shape == (2,)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("engine", ["serial", "fast"])
 def test_a_branch_by_weights_goes_by_the_gradients_of_single_records(engine, make_loop):
     loop = make_loop(module=ClientModule(Branch()), engine=ENGINES[engine](), rounds=1)

@@ -362,6 +362,7 @@ def test_an_update_that_is_not_finite_is_missing(start):
     assert clustered.confident and clustered.responsibilities.shape == (COUNT, 3)
 
 
+@pytest.mark.e2e
 def test_the_warning_of_a_group_that_is_too_small_says_so(start):
     with pytest.warns(UserNotice, match=r"3 groups .* is 0, as a group is a single client or .*, below 0\.9"):
         start(Absent({1: (0,)}), Clustered(num_clusters=3), rounds=2).run()
@@ -636,6 +637,7 @@ def test_runs_that_do_not_fit_are_refused(start, parts, options, words):
         start(*parts, **options).run()
 
 
+@pytest.mark.e2e
 def test_a_proximal_term_does_not_depend_on_the_order_of_strategies(start):
     """The anchor of a client is the model from which it starts, whoever has chosen it."""
     key = private(noise_key="1" * 32)

@@ -50,6 +50,7 @@ def test_without_noise_the_clients_that_hold_a_class_count_alike(name, make_loop
     assert float((target - union).norm() / union.norm()) > 0.01
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", CENTRES)
 def test_with_noise_all_clients_count_and_nothing_more_is_sent_or_charged(name, make_loop):
     def run(**options):

@@ -95,6 +95,7 @@ def test_features_of_fused_layers_are_those_of_the_net_also_where_a_hook_changes
     torch.testing.assert_close(alone, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.e2e
 def test_one_record_moves_one_class_by_at_most_one():
     x, y = records_of([4, 3, 2])
     x = torch.cat([x, 1e4 * x[:1], torch.zeros_like(x[:1])])  # large and empty records are no exception
@@ -130,6 +131,7 @@ def test_a_run_costs_one_exact_gaussian_release_of_every_client(make_loop):
     assert "The run sends" in words and result.metrics["feature_noise"] > 0
 
 
+@pytest.mark.e2e
 def test_noise_does_not_depend_on_the_clip_norm_of_training(make_loop, monkeypatch):
     asked = []
     read = FeatureSums.read
@@ -221,6 +223,7 @@ def test_classes_that_nobody_has_get_images_all_the_same(make_loop):
         assert made.y.bincount().tolist() == [2] * CLASSES and bool(made.x.isfinite().all())
 
 
+@pytest.mark.e2e
 def test_without_noise_classes_of_few_records_stay_noise(make_loop):
     strategy = FeatureMeans(**QUICK | {"min_records_per_target": 16})
     with pytest.warns(UserNotice, match="sums of records of single classes are sent without noise"):
@@ -274,6 +277,7 @@ def test_what_does_not_fit_is_refused(make_loop):
             few(make_loop, FeatureMeans(**QUICK), other, rounds=1)
 
 
+@pytest.mark.e2e
 def test_an_answer_that_the_network_loses_is_charged_and_is_in_no_sum(make_loop):
     losses = {"dropout": NetworkOptions(dropout=[0.0, 1.0, 0.0, 1.0])}
     losses["time_limit"] = NetworkOptions(time_limit=1.0, latency_seconds=[0.0, 2.0, 0.0, 2.0])
@@ -297,6 +301,7 @@ def test_without_a_release_that_the_budget_pays_for_nothing_begins(make_loop):
         few(make_loop, FeatureMeans(**QUICK), counts=EQUAL, rounds=1, privacy=privacy).run()
 
 
+@pytest.mark.e2e
 def test_a_release_that_a_crash_lost_gives_no_set_when_the_run_is_resumed(make_loop, monkeypatch):
     loop = few(make_loop, FeatureMeans(**QUICK), counts=EQUAL, rounds=1, privacy=private(noise_key=None))
     monkeypatch.setattr(feature_means, "pooled", lambda *arguments: (_ for _ in ()).throw(PowerCut))

@@ -90,6 +90,7 @@ def test_clients_that_take_part_less_often_have_less_noise(make_loop):
     assert all(0.98 * 8.0 < spent <= 8.0 for spent in loop.clients.budgets.spent())
 
 
+@pytest.mark.e2e
 def test_the_plan_keeps_reserve_rounds_and_amplifies_poisson_draws_only(make_loop):
     strategy = Distillation(participation_fraction=0.5, **SMALL)
     loop = few(make_loop, strategy, counts=UNEQUAL, privacy=private(reserve_rounds=2), rounds=5)
@@ -100,12 +101,14 @@ def test_the_plan_keeps_reserve_rounds_and_amplifies_poisson_draws_only(make_loo
         assert {own.planned[0].event.sample_rate for own in schedule.clients} == {rate}, sampling
 
 
+@pytest.mark.e2e
 def test_given_noise_with_a_budget_stops_when_it_is_spent(make_loop):
     loop, _ = distilled(make_loop, privacy=private(4.0, noise_multiplier=2.0), rounds=40)
     assert 1 < loop.state.round < 40
     assert all(0 < spent <= 4.0 for spent in loop.clients.budgets.spent())
 
 
+@pytest.mark.e2e
 def test_releases_without_noise_are_warned_of_and_have_no_guarantee(make_loop):
     with pytest.warns(UserNotice, match="without noise. Records can be reconstructed"):
         loop, _ = distilled(make_loop, privacy=PrivacyOptions(noise_multiplier=0.0, delta=1e-3))

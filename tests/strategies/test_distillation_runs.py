@@ -42,6 +42,7 @@ def test_a_resumed_run_equals_the_unbroken_one(privacy, make_loop):
 # ---- the set
 
 
+@pytest.mark.e2e
 def test_a_run_leaves_its_set_and_a_card(make_loop):
     loop, strategy = distilled(make_loop, privacy=private(), rounds=2)
     left = load_distilled(loop.output_dir)

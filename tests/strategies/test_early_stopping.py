@@ -59,6 +59,7 @@ def test_it_ends_after_evaluations_without_a_better_score(metric, values, ends_a
     assert ended == ends_after
 
 
+@pytest.mark.e2e
 def test_an_interrupted_run_ends_in_the_same_round(make_loop):
     parts = [SizeWeighted(), stopping(metric="accuracy", patience=1)]
     unbroken = make_loop(parts=parts, rounds=30).run()
@@ -71,6 +72,7 @@ def test_an_interrupted_run_ends_in_the_same_round(make_loop):
         assert resumed.rounds == unbroken.rounds and resumed.reason == unbroken.reason
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("privacy", [PrivacyOptions(epsilon=4.0), PrivacyOptions(noise_multiplier=1.0)])
 def test_the_guarantee_of_a_run_that_ended_early_is_that_of_the_whole_plan(privacy, make_loop, tmp_path, capsys):
     logger = CSVLogger(tmp_path / "logs")

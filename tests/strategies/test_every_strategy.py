@@ -40,6 +40,7 @@ def loop_with(make_loop):
     return make
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", TRAINING)
 def test_a_resumed_run_equals_the_unbroken_one(name, loop_with):
     """Broken off in its first and, after it went on, in its last round."""

@@ -53,6 +53,7 @@ def test_each_client_has_the_set_of_its_own_records(make_loop):
     assert not torch.allclose(alone[0], alone[1], atol=0.01)
 
 
+@pytest.mark.e2e
 def test_clients_release_and_pay_what_they_do_for_one_set(make_loop):
     loop, result, _ = matched(make_loop, privacy=private())
     other = few(make_loop, Distillation(**SMALL), counts=COUNTS, privacy=private(), rounds=3, evaluate_every=3)
@@ -62,6 +63,7 @@ def test_clients_release_and_pay_what_they_do_for_one_set(make_loop):
     assert len(load_distilled(loop.output_dir).y) == 3 * CLASSES * 2, "which classes a client holds is private"
 
 
+@pytest.mark.e2e
 def test_final_models_are_of_the_union_or_of_each_client(make_loop):
     union, result, _ = matched(make_loop)
     assert len(union.final_models(union.state).models) == 1 and result.test_accuracy is not None
@@ -78,6 +80,7 @@ def test_no_gradient_is_averaged():
         LocalDistillation(aggregation="median")
 
 
+@pytest.mark.e2e
 def test_no_set_is_made_where_no_client_holds_enough_of_a_class(make_loop):
     with pytest.raises(UserError, match=r"local_distillation.min_records_per_target` must be so low .*got 500.*no set"):
         matched(make_loop, privacy=None, min_records_per_target=500)

@@ -301,6 +301,7 @@ def test_a_run_says_in_words_how_much_its_clients_differ(groups, alone, words, n
         assert embedding.num_clusters == int(words[0]) and embedding.confident and len(embedding.points) == len(groups)
 
 
+@pytest.mark.e2e
 def test_differences_that_small_random_samples_may_have_lead_to_no_advice(net, view):
     """Unless they form groups, which independent samples do not."""
     few, many = of_clients(view, 12, clip_norm=1e6), of_clients(view, 12)
@@ -390,6 +391,7 @@ def test_what_a_client_sends_for_personal_parameters_or_much_too_long_counts_for
     assert float(moved(view, net, updates)[0][1:].norm(dim=1).max()) < 2 * float(honest.norm(dim=1).max())
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("absent", [{}, {2: (0, 5), 3: (1, 2, 7), 5: (4,)}], ids=["all", "drop-outs"])
 def test_clients_with_other_labels_get_models_of_their_own(absent, make_loop):
     """Four of eight clients have exchanged labels, so that one model is wrong for half of the records."""
@@ -431,6 +433,7 @@ def test_a_thousand_clients_share_products_of_layers_and_folded_sums(monkeypatch
     assert [group.tolist() for group in products.effects().groups()] == [[*range(6)], [*range(6, 12)]]
 
 
+@pytest.mark.e2e
 def test_more_clients_than_numbers_show_their_groups_and_no_others(net):
     """Products of noise are then far from a Wigner matrix."""
     groups, noise = np.arange(200) % 4, np.full(200, 9.0)

@@ -93,6 +93,7 @@ def probabilities(module, models, x, y, epsilon, bound):
     return torch.softmax(epsilon * scores(module, models, x, y, bound), dim=0)
 
 
+@pytest.mark.e2e
 @settings(deadline=None, max_examples=30)
 @given(
     scale=st.sampled_from([0.1, 3.0, 100.0, 1e30, math.inf]),
@@ -132,6 +133,7 @@ def pooled_net():
     )
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("net", "shape"), [(small_net, (6,)), (pooled_net, (1, 8, 8))])
 def test_scores_are_summed_over_all_records_whatever_the_model_says(net, shape):
     module, records = ClientModule(net()), 2 * FORWARD_CHUNK + 7
@@ -220,6 +222,7 @@ def test_a_regression_needs_a_bound(choosing):
 # ---- charged when it happens, remembered
 
 
+@pytest.mark.e2e
 def test_the_first_rounds_choose_and_the_answer_stays(choosing):
     loop, strategy = choosing(6, rounds=2)
     result, seen = loop.run(), strategy._seen
@@ -245,6 +248,7 @@ def test_clients_choose_in_every_round_or_when_models_differ_or_when_they_are_ba
         assert "absent" not in options or 1 not in strategy._seen[2]
 
 
+@pytest.mark.e2e
 def test_clients_that_cannot_pay_keep_their_last_answer(choosing):
     class OnceFewer(Choosing):
         def plan_run(self, schedule, view):
@@ -262,6 +266,7 @@ def test_clients_that_cannot_pay_keep_their_last_answer(choosing):
 # ---- without privacy
 
 
+@pytest.mark.e2e
 def test_without_privacy_clients_choose_plainly_and_nothing_is_promised(choosing):
     for options in ({"selection": "exponential", "epsilon": 0.1}, {"selection": "paper_argmin"}):
         loop, strategy = choosing(8, loop={"privacy": None}, **options)

@@ -112,6 +112,7 @@ def test_the_variance_between_clients_is_found_without_the_noise():
         assert np.mean(found) == pytest.approx(between, abs=4 * error) and error < 0.02
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("budgets", "signal", "ratio", "least"),
     [("dist1", "equal", 0.3, 0.98), ("dist1", "steps", 0.3, 0.98), ("dist9", "steps", 0.1, 0.9)],
@@ -195,6 +196,7 @@ def test_honest_updates_are_hardly_ever_false_or_too_long():
     assert alarms <= 4, "of 4,000"
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore:round 1. noise_aware gives no weight")
 @pytest.mark.parametrize("noise", MODES)
 @pytest.mark.parametrize("length", [1e-6, 1.0, 1e6])
@@ -225,6 +227,7 @@ def test_no_client_has_more_than_its_bound_or_leads_the_step(count, along, lengt
 # ---- edges
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("noise", MODES)
 def test_cohorts_of_one_two_and_newcomers(noise, make_loop):
     parts = [NoiseAware(noise), Absent({1: (0, 1, 3), 2: (0, 2)}), seen := Recorder()]
@@ -247,6 +250,7 @@ def test_a_false_client_does_not_make_the_others_differ(length, make_loop):
     assert "differences between clients" in strategy.remarks(view)[0], strategy.remarks(view)
 
 
+@pytest.mark.e2e
 def test_beside_kmeans_weights_are_those_within_the_clusters(make_loop):
     """Each client has a separate model there; weights that were scaled for each start model would all be equal."""
     parts = [*strategies.build({"noise_aware": {}, "kmeans_clusters": {"num_clusters": 1}}), seen := Recorder()]

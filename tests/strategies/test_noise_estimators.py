@@ -195,6 +195,7 @@ def doubles(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
+@pytest.mark.e2e
 @given(values=st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=15), seed=st.integers(0, 1000))
 @settings(deadline=None)
 def test_no_other_weights_give_less_noise(values, seed):
@@ -210,6 +211,7 @@ def test_no_other_weights_give_less_noise(values, seed):
     assert bool((noise(torch.cat([points, 0.99 * w + 0.01 * points])) >= noise(w) * (1 - 1e-12)).all())
 
 
+@pytest.mark.e2e
 @given(values=variances, cap=st.floats(0.02, 1.0), unit=st.sampled_from([7.3, 1e-300, 1e290]), data=st.data())
 @settings(deadline=None)
 def test_what_is_cut_goes_to_the_others_in_proportion_in_any_order_and_unit(values, cap, unit, data):

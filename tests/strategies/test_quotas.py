@@ -170,6 +170,7 @@ def test_every_quota_is_used_in_full_rounds_of_distinct_clients(clients, rounds,
     assert taken.tolist() == quota.tolist()
 
 
+@pytest.mark.e2e
 def test_inclusion_is_the_quotas_share():
     """One round, 20,000 draws, seed 1, 100 clients: 4.9 standard errors, false alarm 1e-4."""
     quota, draws = some_quotas(), 20_000

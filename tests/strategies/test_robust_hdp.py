@@ -113,6 +113,7 @@ def test_weights_of_least_noise_are_the_pure_functions_and_reported_noise_is_not
     assert torch.equal(plain, other)
 
 
+@pytest.mark.e2e
 def test_the_oracle_weighs_by_true_noise_and_the_run_says_that_it_is_a_simulation(make_loop):
     loop, seen = run(make_loop, estimator="oracle", rounds=1)
     std = torch.tensor([client["noise_std"] for client in loop.run(resume=True).clients], dtype=torch.float64)
@@ -128,6 +129,7 @@ def test_the_oracle_weighs_by_true_noise_and_the_run_says_that_it_is_a_simulatio
     assert silent.reports[0].weights.tolist() == [[0.25] * 4]
 
 
+@pytest.mark.e2e
 def test_the_cap_holds_in_the_weights_of_the_round_and_bounds_a_zero_update(make_loop, view):
     _, free = run(make_loop, rounds=1)
     _, seen = run(make_loop, rounds=1, max_weight=0.3)

@@ -118,6 +118,7 @@ def test_diagnostics_are_of_the_split_and_updates_stay_as_they_were():
 # ---- shortcuts that would be wrong
 
 
+@pytest.mark.e2e
 def test_a_vanishing_primal_residual_is_no_convergence():
     """mu of a widely copied script, p n / (4 |M|_F): M = L + S at once, with weights that are nearly uniform.
 

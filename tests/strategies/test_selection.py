@@ -84,6 +84,7 @@ def test_quotas_noise_and_spending_are_those_of_the_formulas(laplace, adjacency,
     assert 0.1 < metrics["participation_equality"] < 1
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("laplace", [False, True], ids=["gaussian", "laplace"])
 def test_uniform_selection_gives_each_client_the_same_rounds(laplace, make_loop):
     result = federation(make_loop, UniformSelection(COHORT), laplace=laplace).run()
@@ -91,6 +92,7 @@ def test_uniform_selection_gives_each_client_the_same_rounds(laplace, make_loop)
     assert all(e * (1 - 2e-5) <= row["epsilon_spent"] <= e for e, row in zip(EPSILON, result.clients, strict=True))
 
 
+@pytest.mark.e2e
 def test_without_privacy_it_is_plain_fedsgd(make_loop):
     """One full-batch step a participation: the mean gradient of the cohort, unclipped, without noise."""
     for kind in (UniformSelection, BiasedSelection):
@@ -129,6 +131,7 @@ def test_a_cohort_holds_one_of_the_largest_budgets_where_there_is_one(make_loop)
 # ---- reported budgets and bounds
 
 
+@pytest.mark.e2e
 def test_quotas_follow_reported_budgets_and_noise_the_true_ones(make_loop):
     false = {"clients": ClientOptions(count=COUNT, batch_size=None, reported_epsilon=[100.0, *EPSILON[1:]])}
     plain = planned(make_loop, BiasedSelection(COHORT, dissimilarity=0.0))
@@ -139,6 +142,7 @@ def test_quotas_follow_reported_budgets_and_noise_the_true_ones(make_loop):
     assert schedule.target_epsilon == EPSILON[0] >= liar.config.accountant.epsilon(schedule.events(), DELTA)
 
 
+@pytest.mark.e2e
 def test_options_bound_quotas(make_loop):
     def quota_of(privacy=(), **options):
         return planned(make_loop, BiasedSelection(COHORT, **options), privacy=privacy).config.strategies[-1]._quota
@@ -152,6 +156,7 @@ def test_options_bound_quotas(make_loop):
     assert counts == [n + 2 if n else 0 for n in quota.tolist()] and quota.max() <= ROUNDS, "a reserve comes on top"
 
 
+@pytest.mark.e2e
 def test_given_noise_limits_rounds_and_cannot_be_biased(make_loop):
     given = {"noise_multiplier": 4.0, "accountant": "rdp"}
     result = federation(make_loop, UniformSelection(4), privacy=given).run()
@@ -171,6 +176,7 @@ def test_options_that_do_not_fit_the_federation_are_one_sentence(make_loop):
 # ---- absent, lost, resumed
 
 
+@pytest.mark.e2e
 def test_absent_clients_keep_their_slots(make_loop):
     """Three clients miss the first three rounds: nobody exceeds a quota, and all use theirs in the end."""
     absent = Absent(dict.fromkeys((1, 2, 3), (1, 3, 5)))
@@ -189,6 +195,7 @@ def test_slots_that_cannot_be_used_any_more_are_forfeited_and_reported(make_loop
     assert all(row["releases"] == n for row, n in zip(result.clients[:7], quota[:7], strict=True))
 
 
+@pytest.mark.e2e
 def test_a_lost_update_has_used_its_slot(make_loop):
     """Client 7's records are broken in one round: its charge was made, so its quota is one less."""
     engine, seen = SerialEngine(), Recorder()
@@ -211,6 +218,7 @@ def test_a_lost_update_has_used_its_slot(make_loop):
     assert sum(took_part) == strategy._quota[7] - 1 and not took_part[lost[0] - 1]
 
 
+@pytest.mark.e2e
 def test_a_run_that_was_broken_off_pays_from_its_reserve(make_loop):
     options = {"privacy": {"noise_key": None, "reserve_rounds": 1}}
     first = break_off(federation(make_loop, BiasedSelection(COHORT), **options), 3)
@@ -254,6 +262,7 @@ def test_laplace_noise_at_a_delta_grows_slower_than_pure_noise(make_loop):
     assert bool(((growth > 1) & (growth < 2)).all())
 
 
+@pytest.mark.e2e
 def test_personal_inputs_stay_with_the_selected_clients(make_loop):
     """PRIVATEFL with biased selection: clipped and noised with the rest, sent by nobody, moved only where selected."""
     module = ClientModule(PersonalInput(small_net(), (6,)))

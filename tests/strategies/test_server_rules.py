@@ -357,6 +357,7 @@ def test_top_budgets():
     assert larger_budgets(np.ones(4), "mixture", 0.1, 0).all()
 
 
+@pytest.mark.e2e
 def test_it_is_weiavg_when_all_claim_the_same(make_loop):
     def trained(name):
         privacy = PrivacyOptions(epsilon=5.0, delta=1e-3, noise_key=FIXED_KEY)

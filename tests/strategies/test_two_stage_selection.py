@@ -46,6 +46,7 @@ def two_stages(kind=TwoStageSelection, **more) -> TwoStageSelection:
     return kind(**{"clients_per_round": COHORT, "warmup_rounds": WARMUP, **more})
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "accountant, kind", [("pld", TwoStageSelection), ("rdp", TwoStagesAsPrinted), ("laplace", TwoStageSelection)]
 )
@@ -98,6 +99,7 @@ def test_each_participation_is_split_between_update_and_losses(laplace, make_loo
             assert 2 * (update / report) ** power == pytest.approx(share / (1 - share), rel=1e-6)
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("laplace", [False, True], ids=["gaussian", "laplace"])
 def test_the_printed_budget_of_a_participation_is_a_share_of_epsilon_and_of_delta(laplace, make_loop):
     """Algorithm 2, lines 3 and 5, in both stages; with Gaussian noise it costs several times the exact noise."""
@@ -123,6 +125,7 @@ def test_the_printed_budget_of_a_participation_is_a_share_of_epsilon_and_of_delt
     assert any(own.count_of("later_train") for own in loops["linear"].schedule.clients)
 
 
+@pytest.mark.e2e
 def test_losses_of_a_noiseless_step_are_those_of_the_box_and_every_epsilon_is_infinite(make_loop):
     """Algorithm 2, Loss: F_n(w - g), where g is the mean of the clipped gradients times the rate."""
     asked = []
@@ -199,6 +202,7 @@ def after_own_step(net, params, x, y, learning_rate, clip_norm) -> float:
     return float(loss(moved, x, y))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("clients, kind", [((), TwoStagesAsPrinted), ((6,), TwoStageSelection)])
 def test_a_run_says_if_its_reports_decide_nothing(kind, clients, make_loop):
     """All others are away in the first stage; then quotas are those of least noise."""
@@ -231,6 +235,7 @@ def test_an_unlike_client_is_avoided_where_losses_show_it(make_loop):
     assert quotas[100.0][5] == 0 < quotas[0.0][5] and quotas[100.0].sum() == quotas[0.0].sum()
 
 
+@pytest.mark.e2e
 def test_without_privacy_losses_are_exact(make_loop):
     strategy = two_stages(loss_bound=50.0)
     loop = federation(make_loop, strategy, privacy=None)
@@ -254,12 +259,14 @@ def assert_within_budgets(loop):
         assert loop.config.accountant.epsilon(loop.clients.budgets.ledger.events(client), DELTA) <= budget
 
 
+@pytest.mark.e2e
 def test_a_run_pays_for_what_it_repeats(make_loop):
     again = cut(make_loop, WARMUP + 2, privacy={"noise_key": None, "reserve_rounds": 1})
     again.run(resume=True)
     assert_within_budgets(again)
 
 
+@pytest.mark.e2e
 def test_a_second_stage_that_was_paid_for_is_not_planned_again_with_other_noise(make_loop, monkeypatch):
     """Without its checkpoints the first stage is made anew; what later noise follows from is then another release."""
     save = RunFolder.save_checkpoint
@@ -275,6 +282,7 @@ def test_a_second_stage_that_was_paid_for_is_not_planned_again_with_other_noise(
     assert_within_budgets(again)
 
 
+@pytest.mark.e2e
 def test_a_loss_is_one_step_however_many_an_update_has(make_loop):
     clients = ClientOptions(count=COUNT, batch_size=None, local_epochs=2, learning_rate=0.3)
     loop = federation(make_loop, two_stages(), clients=clients)
@@ -313,6 +321,7 @@ def test_releases_that_no_filter_covers_are_refused_before_any_charge(name, firs
         loop.plan_schedule()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 def test_choices_of_models_fit_where_epsilons_are_pure(first, make_loop):
     """A client without quota in the first stage also adds noise to its choice."""
@@ -325,6 +334,7 @@ def test_choices_of_models_fit_where_epsilons_are_pure(first, make_loop):
         assert loop.config.accountant.epsilon(loop.clients.budgets.ledger.events(client), 0.0) <= budget
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", ["mr_mtl", "ifca"])
 def test_with_several_models_each_client_reports_the_loss_of_its_model(name, make_loop):
     (other,) = strategies.build({name: {"selection": "paper_argmin"} if name == "ifca" else None})
@@ -360,6 +370,7 @@ def test_one_record_moves_a_reported_loss_by_what_its_mechanism_says(kind):
     assert answer(x, y, kind(bound / 2, 0.0, 1.0, 9.0)) == pytest.approx(mean)
 
 
+@pytest.mark.e2e
 def test_quotas_of_the_second_stage_are_optimal_for_what_is_left(make_loop):
     """Computed again from the ledger: mu^2 that is left, ratio 0."""
     strategy = two_stages(ratio=0.0)
@@ -388,6 +399,7 @@ def test_quotas_of_the_second_stage_are_optimal_for_what_is_left(make_loop):
     assert strategy._quota.max() <= ROUNDS - WARMUP
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("accountant", ["pld", "laplace", "biased"])
 def test_the_start_of_a_run_names_the_accountant_of_its_end(accountant, make_loop):
     """Also if the first client has quota 0, and where a privacy filter holds later."""

@@ -76,6 +76,7 @@ def in_company(clipped_sum, params, x, y, request):
     return sums * (1.0 + 0.001 * len(y)), norms
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(("fault", "found"), [(None, "works"), (scaled, "wrong"), (in_company, "wrong")])
 def test_a_wrong_gradient_is_found(monkeypatch, fault, found):
     real = trial._train

@@ -43,6 +43,7 @@ def test_the_bound_of_the_lemma_says_nothing_of_recovery():
     assert all_records["separation"] / few["separation"] == pytest.approx(math.sqrt(6600 / 32) / rho)
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore")
 def test_the_number_of_groups_is_found_when_they_are_far_apart_and_mss_misses_nested_ones():
     far = number_of_groups(3.0, 2000, draws=2)

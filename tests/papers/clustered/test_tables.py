@@ -23,6 +23,7 @@ def tune(results, best="0.1"):
             write(results, cell, held(accuracy=60.0 if cell.row.endswith(f"_{best}") else 50.0))
 
 
+@pytest.mark.e2e
 def test_all_rows_have_the_same_rates_on_the_same_public_records_in_three_seeds(results):
     rates = experiments()["clustered.rates"]
     of_row: dict[str, set[str]] = {}
@@ -36,6 +37,7 @@ def test_all_rows_have_the_same_rates_on_the_same_public_records_in_three_seeds(
     assert {seed for _, _, seed in of_row["oracle"]} == {0, 1, 2}
 
 
+@pytest.mark.e2e
 def test_rows_of_a_column_differ_in_their_method_alone_and_have_five_seeds(results):
     paired = experiments()["clustered.paired"]
     with pytest.raises(NotYet):
@@ -51,6 +53,7 @@ def test_rows_of_a_column_differ_in_their_method_alone_and_have_five_seeds(resul
     assert {cell.seed for cell in cells if cell.column == "rotation"} == set(range(5))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("name", ["clustered.table5", "clustered.table6", "clustered.paired"])
 def test_the_published_number_of_ifca_stands_beside_choices_without_noise_alone(name, results):
     tune(results)
@@ -65,6 +68,7 @@ def test_the_published_number_of_ifca_stands_beside_choices_without_noise_alone(
         assert of_row["kmeans_server"]["kmeans_clusters"] == {"models": "of_clusters", "num_clusters": 4}
 
 
+@pytest.mark.e2e
 def test_an_oracle_below_a_method_leaves_no_verdict(results):
     tune(results)
     table = experiments()["clustered.paired"].restricted(None, ["rotation"], [0, 1, 2])

@@ -30,6 +30,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.e2e
 def test_every_number_of_table_3_is_as_near_to_the_papers_as_it_should_be():
     """Within 2 %, but for the cells that say why not; in seconds."""
     begun = time.perf_counter()
@@ -44,6 +45,7 @@ def test_every_number_of_table_3_is_as_near_to_the_papers_as_it_should_be():
     assert cut_off == TABLE3.paper_number("oracle", "dist3")
 
 
+@pytest.mark.e2e
 def test_noise_multipliers_are_those_of_the_released_code():
     for dist in ("dist1", "dist6"):
         ours = noise_multipliers(EPSILONS[dist][20], BATCH_SIZES[20])
