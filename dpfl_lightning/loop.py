@@ -40,7 +40,6 @@ from dpfl_lightning.federated.transport.threads import Threads
 from dpfl_lightning.models.learning_rates import build_schedule
 from dpfl_lightning.models.optimizers import build_optimizer
 from dpfl_lightning.privacy.accounting.guarantee import ENDS_BY_RESULTS, EXACT_TIMES
-from dpfl_lightning.privacy.accounting.noise_source import NoiseSource, require_simulated
 from dpfl_lightning.privacy.accounting.units import Unit, unit_of
 from dpfl_lightning.privacy.ledger.ledger import check_same
 from dpfl_lightning.reporting.curves import Curves
@@ -177,7 +176,6 @@ class FederatedLoop(RunSession):
             channel = Threads(engine) if ranks.size == 1 else RankChannel(engine, ranks)
             make = LocalClients if fairness is None else fairness.clients
             sides = make(population, module, channel, privacy)
-        _check_simulated(registered, sides.source, at_sites=remote is not None)
         settings = client_settings(facts.num_records, clients, privacy, seed, facts.names)
         if module.task_advice and not (options or {}).get("data", {}).get("name"):  # that of a public data set is known
             warn_user(module.task_advice)
@@ -250,15 +248,6 @@ def _check_unit(unit: Unit, sampling: str, strategies: Sequence[Strategy]) -> No
         fits = not strategy.jobs or any(job.any_unit for job in strategy.jobs)
         advice = "It releases what counts records, or their classes."
         require(fits, key, f"be record with {strategy.config_name}", unit.name, advice)
-
-
-def _check_simulated(strategies: Sequence[Strategy], source: NoiseSource, at_sites: bool) -> None:
-    """Raise UserError if an option of a strategy releases something without noise although noise protects records."""
-    for strategy in strategies:
-        for option, why in strategy.simulated.items():
-            key, got = f"strategies.{strategy.config_name}.{option}", getattr(strategy, option)
-            require(not at_sites, key, "be left out with records at sites", got, why)
-            require_simulated(source, key, got, why)
 
 
 def _notice(module: ClientModule, clients: ClientOptions) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -39,7 +38,6 @@ class Strategy:
         default_base: aggregation rule that is added to a run that names none.
         caveats: sentences that every guarantee of the run must contain.
         jobs: what clients may do beside the strategy, as classes of `Job` or `Query`; empty: anything.
-        simulated: option whose releases have no noise -> why; it is refused where noise protects records, and at sites.
         needs_noise_std: whether it reads `ClientUpdates.noise_std`, which is not known for every optimiser of clients.
     """
 
@@ -47,7 +45,6 @@ class Strategy:
     default_base: type[Strategy] | None = None
     caveats: tuple[str, ...] = ()
     jobs: tuple[type[Work], ...] = ()
-    simulated: Mapping[str, str] = MappingProxyType({})
     needs_noise_std: bool = False
 
     def __post_init__(self) -> None:

@@ -33,6 +33,7 @@ from dpfl_lightning.papers.selection.printed_estimates import (
 )
 from dpfl_lightning.papers.selection.two_stage_selection import Report, TwoStageSelection, with_later
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
+from dpfl_lightning.privacy.accounting.noise_source import require_simulated
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.noise import RandomGenerator, stream_words
 from dpfl_lightning.strategies.selection.quotas import PURPOSE
@@ -65,9 +66,7 @@ class TwoStagesAsPrinted(TwoStageSelection):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        own_step = self.second_loss == "noiseless_step"
-        self._losses_a_round = 1 if own_step else 2
-        self.simulated = {"second_loss": _WHY_SIMULATED} if own_step else {}
+        self._losses_a_round = 1 if self.second_loss == "noiseless_step" else 2
         self._after: list[Report] = []  # second losses
         self._constants: dict[str, float] = {}
 
@@ -76,6 +75,7 @@ class TwoStagesAsPrinted(TwoStageSelection):
         planned = super().plan_run(schedule, view)
         if self.second_loss == "noisy_update":
             return planned
+        require_simulated(view.run.source, self._key("second_loss"), self.second_loss, _WHY_SIMULATED)
 
         def with_plain(client: int, own: ClientSchedule) -> ClientSchedule:
             line = Planned(_OWN_STEP, NonPrivateEvent(_LEAK), own.count_of(PURPOSE))
