@@ -219,15 +219,16 @@ class Study:
         first, higher = next(iter(scores.items()))
         frame = self._study.trials_dataframe(("number", "state", "user_attrs", "params"))
         frame = frame[frame["state"] == "COMPLETE"]
-        frame.columns = [name.removeprefix("user_attrs_").removeprefix("params_") for name in frame.columns]
-        complete, frame = len(frame), frame.sort_values(first, ascending=not higher)
+        complete, frame = len(frame), frame.sort_values(f"user_attrs_{first}", ascending=not higher)
         title = f"The best {min(most, complete)} of {complete} complete trials"
         if len(scores) > 1:
             front = [one.number for one in self.best()]
             title = f"Pareto front of {', '.join(scores)}: {len(front)} of {complete} trials"
             frame, most = frame[frame["number"].isin(front)], len(front)
-        shown = [part for name in dict.fromkeys([*scores, *AT_THE_END]) for part in (name, f"{name}_std")]
-        frame = frame[["number", *(name for name in [*shown, *self._dimensions] if name in frame)]].head(most)
+        facts = [part for name in dict.fromkeys([*scores, *AT_THE_END]) for part in (name, f"{name}_std")]
+        shown = [*(f"user_attrs_{name}" for name in facts), *(f"params_{name}" for name in self._dimensions)]
+        frame = frame[["number", *(name for name in shown if name in frame)]].head(most)
+        frame.columns = [name.removeprefix("user_attrs_").removeprefix("params_") for name in frame.columns]
         return f"{title}:\n{frame.to_string(index=False, na_rep='-', float_format='{:.4g}'.format)}"
 
     def _trial(self, trial: FrozenTrial, again: Sequence[int] | set[int] = ()) -> Trial:

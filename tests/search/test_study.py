@@ -1,5 +1,6 @@
 """The study: which worker takes which trial, and what remains when a worker dies or the storage is another one."""
 
+import dataclasses
 import math
 import os
 import subprocess
@@ -116,6 +117,23 @@ def test_several_scores_have_a_front(url):
     work(several, act)
     assert [trial.number for trial in several.best()] == [1, 3, 0]
     assert several.best()[0].scores == {"accuracy": 0.9, "num_params": 300}
+
+
+def test_a_score_may_have_the_name_of_a_column_of_the_storage(url):
+    """A metric of the user's own, which the table shows beside the numbers and the states of trials."""
+    named = study(url)
+    named._sweep = dataclasses.replace(named._sweep, scores=("state",))
+    named._directions = {"state": True}
+
+    def act(running):
+        running.set_user_attr("state", *width(running))
+        return width(running)
+
+    work(named, act)
+    head, *rows = named.table().splitlines()[1:]
+    assert head.split()[:2] == ["number", "state"] and len(rows) == 4
+    shown = [float(row.split()[1]) for row in rows]
+    assert shown == sorted((trial.scores["state"] for trial in named.trials()), reverse=True)
 
 
 def test_workers_and_resumed_studies_share_one_grid_that_ends(url):
