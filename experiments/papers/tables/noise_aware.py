@@ -298,7 +298,7 @@ TABLES = [
         shows="mean accuracy of the clients on their held-out records, %",
         rows=_rules("weiavg", "dpfedavg", "robust_hdp"),
         columns=[
-            entry(f"dist1_eps{epsilon:g}", f"epsilon {epsilon:g} of all", {"privacy.epsilon": 3 * epsilon})
+            entry(f"dist1_eps{epsilon:g}", f"epsilon {epsilon:g} of all", {"privacy.epsilon": round(3 * epsilon, 6)})
             for epsilon in (2.6, 0.6)
         ],
         options={
