@@ -177,6 +177,20 @@ def test_the_page_of_other_results_lies_beside_them(tmp_path, monkeypatch, capsy
     assert claims.PAGE.read_bytes() == before and OPEN in (tmp_path / "papers.md").read_text(encoding="utf-8")
 
 
+def test_what_is_left_is_counted_once_though_several_claims_need_it(tmp_path):
+    """R3 and R5 read the same cells of noise_aware.paired, and rates of noise_aware.tuning."""
+    chosen = [one for one in claims.claims() if one.id in ("R3", "R5")]
+    text = claims._left(chosen, tmp_path)
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| noise")
+    ]
+    cells = with_needed(cell for one in chosen for cell in one.cells())
+    assert {line[0] for line in lines} == {f"noise_aware.{name}" for name in ("paired", "clients", "tuning")}
+    assert sum(int(line[1]) for line in lines) == len(cells) < sum(len(with_needed(one.cells())) for one in chosen)
+    assert next(line[3] for line in lines if line[0] == "noise_aware.paired") == "R3, R5"
+    assert sum(float(line[2]) for line in lines) == pytest.approx(claims.hours(cells, tmp_path), abs=0.02)
+
+
 @pytest.mark.e2e
 def test_the_page_has_all_claims_and_is_that_of_the_finished_cells():
     listed = claims.claims()
