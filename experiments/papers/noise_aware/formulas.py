@@ -20,9 +20,9 @@ LIAR = 0.95  # the epsilon of the client that reports another one
 
 @functools.cache
 def noise_multipliers(
-    epsilons: tuple[float, ...], batch_sizes: tuple[int, ...], accountant: str = "paper_ma"
+    epsilons: tuple[float, ...], batch_sizes: tuple[int, ...], accountant: str = "paper_ma", rounds: int = ROUNDS
 ) -> tuple[float, ...]:
-    """z of clients with one local epoch a round for 200 rounds: as in the paper `200 N / b` steps, not rounded up.
+    """z of clients with one local epoch a round: as in the paper `rounds N / b` steps, not rounded up.
 
     >>> round(noise_multipliers((1.0,), (16,))[0], 3)
     5.147
@@ -30,7 +30,7 @@ def noise_multipliers(
     runs = [
         ClientSchedule(epsilon, DELTA, (Planned("train", GaussianEvent(size / RECORDS, None, steps), 1),))
         for epsilon, size in zip(epsilons, batch_sizes, strict=True)
-        for steps in [round(ROUNDS * RECORDS / size)]
+        for steps in [round(rounds * RECORDS / size)]
     ]
     return tuple(run.noise_multiplier("train") for run in calibrate(runs, get_accountant(accountant)))
 
@@ -78,6 +78,14 @@ def table3(dist: str) -> dict[str, float]:
         "min_eps": of_sum(equal, of_smallest),
         "oracle": of_sum(oracle_weights(variances), variances),
     }
+
+
+def accountant_cost(dist: str, accountant: str, rounds: int) -> dict[str, float]:
+    """Noise variance by the paper's accountant / that by another one: the least and the most of a list's 20 clients."""
+    epsilons, batch_sizes = tuple(EPSILONS[dist][CLIENTS]), tuple(BATCH_SIZES[CLIENTS])
+    theirs, others = (noise_multipliers(epsilons, batch_sizes, name, rounds) for name in ("paper_ma", accountant))
+    ratios = [(z / other) ** 2 for z, other in zip(theirs, others, strict=True)]
+    return {"least": min(ratios), "most": max(ratios)}
 
 
 def falsified(reported: float) -> dict[str, float]:

@@ -9,6 +9,7 @@ from reference import paper_noise_multipliers
 
 from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS
 from experiments.papers.noise_aware.formulas import (
+    accountant_cost,
     falsified,
     noise_multipliers,
     of_sum,
@@ -78,3 +79,13 @@ def test_as_many_clients_lie_as_a_column_says_and_their_noise_is_that_of_their_b
     factors = np.array(options["clients.reported_epsilon"]) / true
     assert sorted(factors.round(3)) == [1.0] * (20 - liars) + [10.0] * liars
     assert options["privacy.epsilon"] == {"name": "dist5", "scale": 3}
+
+
+def test_the_papers_accountant_needs_so_many_times_the_noise_variance():
+    """Of Dist1's 20 clients, by the accountant of its own of tests/reference.py."""
+    epsilons, sizes = np.array(EPSILONS["dist1"][20]), BATCH_SIZES[20]
+    theirs = paper_noise_multipliers(epsilons, sizes, 2400, rounds=60)
+    ratios = (theirs / np.array(noise_multipliers(tuple(epsilons), tuple(sizes), "rdp", 60))) ** 2
+    found = accountant_cost("dist1", "rdp", 60)
+    assert found == pytest.approx({"least": ratios.min(), "most": ratios.max()}, rel=0.01)
+    assert 1.2 < found["least"] < found["most"] < 1.6
