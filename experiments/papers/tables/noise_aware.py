@@ -153,7 +153,7 @@ TABLES = [
         minutes={"small": 8, "paper": 26},
         notes=[
             "Learning rates are the paper's choice (Tables 8 to 11), made with its noise.",
-            "The accountant is rdp. The paper's (--privacy.accountant paper_ma) needs more noise: noise_aware.accountants.",
+            "The accountant is rdp. The paper's (--privacy.accountant paper_ma) needs more: noise_aware.accountants.",
         ],
     ),
     table(
