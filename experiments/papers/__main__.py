@@ -50,12 +50,7 @@ def _run(set_by_user: Sequence[tuple[str, str]], options: argparse.Namespace) ->
         print(overview(find(names) if names else list(experiments().values()), options.results))
         return 0
     if first == "claims":
-        from experiments.papers import claims
-
-        path = claims.page_of(options.results)
-        path.write_text(claims.page(options.results), encoding="utf-8")
-        print(f"{path} is written")
-        return 0
+        return _claims(names, options, set_by_user)
     if first == "systems":
         return _systems(names)
     chosen = [one.restricted(options.rows, options.columns, options.seeds) for one in find(options.names)]
@@ -69,6 +64,30 @@ def _run(set_by_user: Sequence[tuple[str, str]], options: argparse.Namespace) ->
     tables = [as_dict(one, one.scale(options.scale), options.results, overrides) for one in chosen]
     print(json.dumps(tables[0] if len(tables) == 1 else tables))
     return status
+
+
+def _claims(ids: Sequence[str], options: argparse.Namespace, set_by_user: Sequence[tuple[str, str]]) -> int:
+    """Make the missing cells of these claims and of what they need, and print their verdicts; without ids, the page."""
+    from experiments.papers import claims
+
+    overrides, free = _sorted_out(set_by_user)
+    flags = {name: getattr(options, name) for name in ("rows", "columns", "seeds", "scale", "again", "json", "page")}
+    for name, value in {**flags, **dict(overrides)}.items():
+        require(not value, f"--{name}", "be left out after claims, whose cells are made as declared", value)
+    if not ids:
+        path = claims.page_of(options.results)
+        path.write_text(claims.page(options.results), encoding="utf-8")
+        print(f"{path} is written")
+        return 0
+    chosen = claims.find(ids)
+    runner = RunnerOptions(fit, options.results, options.runs, tuple(free))
+    before, missing = list[Cell](), claims.to_make(chosen, options.results)
+    while missing != before and not options.show:  # some cells are known only when others are finished
+        _make_all(missing, runner)
+        before, missing = missing, claims.to_make(chosen, options.results)
+    for one in chosen:
+        print(f"\n{claims.details(one, options.results)}\n")
+    return 1 if missing and not options.show else 0
 
 
 def _systems(papers: Sequence[str]) -> int:
@@ -107,7 +126,10 @@ def _make_missing(
     for experiment in chosen:
         scale = experiment.scale(options.scale)
         required |= dict.fromkeys(required_cells(experiment, scale, overrides))
-    missing = list(required) if runner.again else missing_cells(list(required), runner.results)
+    return _make_all(list(required) if runner.again else missing_cells(list(required), runner.results), runner)
+
+
+def _make_all(missing: Sequence[Cell], runner: RunnerOptions) -> bool:
     total, failures = len(missing), list[str]()
     try:
         while (now := ready(missing, runner))[0]:  # some cells can be made only after others
@@ -168,9 +190,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "names",
         metavar="NAME",
         nargs="*",
-        help="tables, or a paper (all its tables); or: list; or: claims, which writes docs/papers.md, "
-        "or DIR/papers.md with --results DIR; or: "
-        "systems [PAPER], which plans and trains a round of every system",
+        help="tables, or a paper (all its tables); or: list; or: claims, which writes docs/papers.md, or DIR/papers.md "
+        "with --results DIR; or: claims ID, which makes what decides a claim; or: systems [PAPER], which plans and "
+        "trains a round of every system",
     )
     add("--scale", metavar="small|paper", help="small: fewer rounds, where the table has it (the default); paper")
     add("--seeds", type=seed_list, metavar="N,N,...", help="of trained cells (as declared)")

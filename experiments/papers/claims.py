@@ -98,6 +98,14 @@ def claims() -> list[Claim]:
     return listed
 
 
+def find(ids: Sequence[str]) -> list[Claim]:
+    """Return the claims of these ids; a UserError names one that is none."""
+    known = {one.id: one for one in claims()}
+    for name in ids:
+        require(name in known, "NAME", f"be a claim after claims: {', '.join(known)}", name)
+    return [known[name] for name in dict.fromkeys(ids)]
+
+
 def _rows_of(part: Mapping[str, Any]) -> list[str]:
     named = [*(part[key] for key in ("row", "than", "equals") if key in part), *part.get("rivals", ())]
     return list(dict.fromkeys(named))
@@ -322,6 +330,11 @@ def with_needed(cells: Iterable[Cell]) -> list[Cell]:
     return list(found)
 
 
+def to_make(listed: Sequence[Claim], results: Path) -> list[Cell]:
+    """Return the cells that these claims read, and those that they need, which are not finished."""
+    return missing_cells(with_needed(cell for one in listed for cell in one.cells()), results)
+
+
 def hours(cells: Sequence[Cell], results: Path) -> float:
     """Return the hours on two cores: measured of finished cells, estimated of others."""
     missing = missing_cells(list(cells), results)
@@ -338,7 +351,7 @@ def page(results: Path) -> str:
     parts = ["# The papers' claims", "<!-- Written by `python -m experiments.papers claims`. -->", text["head"].strip()]
     counts = Counter(one.verdict(results) for one in listed)
     parts.append(f"{len(listed)} claims: {', '.join(f'{n} {verdict}' for verdict, n in counts.most_common())}.")
-    parts.append(_left(listed, results))
+    parts.append(_left(listed, text["allotted"], results))
     for paper, (title, details) in PAPERS.items():
         of_paper = [one for one in listed if one.paper == paper]
         rows = [[one.id, one.claim, f"**{one.verdict(results)}**", _cost(one, results)] for one in of_paper]
@@ -364,58 +377,79 @@ def _cost(claim: Claim, results: Path) -> str:
     return f"{hours(cells, results):.2f}, {hours(missing_cells(cells, results), results):.2f}"
 
 
+def details(claim: Claim, results: Path) -> str:
+    """Return what decides a claim: differences, how its runs differ from the paper's, what is not made yet, commits."""
+    return _details(claim, read_yaml(str(FILE))["differs"], results)
+
+
 def _details(claim: Claim, differs: Mapping[str, str], results: Path) -> str:
-    """Return what decides a claim: differences, what is not made yet, how it differs from the paper, and commands."""
-    verdict, cells = claim.verdict(results), claim.cells()
     findings = claim.findings(results)
     differing = len({one.verdict for one in findings}) > 1
     lines = [
-        f"- {one.ours}{'' if one.papers == '-' else f'; {_whose(one)}: {one.papers}'}"
+        f"{one.ours}{'' if one.papers == '-' else f'; {_whose(one)}: {one.papers}'}"
         f"{f': *{one.verdict}*' if differing else ''}"
         for one in findings
     ]
-    missing = missing_cells(cells, results)
-    made = [kept(results, cell) for cell in cells if cell not in set(missing)]
-    commits = sorted({one.get("commit", "")[:8] for one in made} - {""})
     tables_of = dict[str, list[str]]()
     for table in claim.tables:
         tables_of.setdefault(differs[table].strip(), []).append(table)
-    several = len(tables_of) > 1
-    protocols = [f"{', '.join(names)}: {text}" if several else text for text, names in tables_of.items()]
-    words = [claim.remark, "Other than in the paper:", *protocols]
-    if missing:
-        left = f"{len(missing)} of {len(cells)} cells are" if made else f"None of the {len(cells)} cells is"
-        words.append(f"{left} made yet." if not made else f"{left} not made yet.")
-    if commits:
-        words.append(f"Cells of {'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}.")
-    command = f"`python -m experiments.papers {' '.join(claim.tables)}`"
-    heading = f"**{claim.id}** {claim.claim}: *{verdict}*."
-    return "\n".join([" ".join(filter(None, [heading, *words, command])), *([""] if lines else []), *lines])
+    lines += [f"Other than in the paper, {', '.join(names)}: {text}" for text, names in tables_of.items()]
+    lines.append(f"{_made_of(claim, results)} `python -m experiments.papers claims {claim.id}`")
+    heading = f"**{claim.id}** {claim.claim}: *{claim.verdict(results)}*."
+    text = " ".join(filter(None, [heading, claim.remark]))
+    return "\n".join([text, "", *(f"- {line}" for line in lines)])
+
+
+def _made_of(claim: Claim, results: Path) -> str:
+    """Return how many cells are not made yet, and the commits of the others, or their dates where they have none."""
+    cells = claim.cells()
+    missing = missing_cells(cells, results)
+    made = [kept(results, cell) for cell in cells if cell not in set(missing)]
+    left = (
+        f"{len(missing)} of {len(cells)} cells are not made yet."
+        if made
+        else f"None of the {len(cells)} cells is made yet."
+    )
+    commits = {one.get("commit", "") for one in made}
+    of = [f"{one[:8]}{' with changes' if one.endswith('+') else ''}" for one in sorted(commits - {""})]
+    dates = sorted({one.get("date", "unknown dates") for one in made if not one.get("commit")})
+    words = [left if missing else ""]
+    words += [f"Cells of {'commit' if len(of) == 1 else 'commits'} {', '.join(of)}."] if of else []
+    words += [f"Cells of {', '.join(dates)}, without a commit."] if dates else []
+    return " ".join(filter(None, words))
 
 
 def _whose(finding: Finding) -> str:
     return "the paper" if finding.papers[0] in "+-" else "bound"
 
 
-def _left(listed: Sequence[Claim], results: Path) -> str:
-    """Return the hours of all claims, and a table of the missing cells of each table, those that it needs included."""
+def _left(listed: Sequence[Claim], allotted: Mapping[str, float], results: Path) -> str:
+    """Return the hours of all claims, and those allotted to the missing cells of each table and needed for them."""
     cells = with_needed(cell for claim in listed for cell in claim.cells())
     missing = missing_cells(cells, results)
     of_claims = {claim.id: set(with_needed(claim.cells())) for claim in listed}
-    of_table: dict[str, list[Cell]] = {}
+    of_table: dict[str, list[Cell]] = {name: [] for name in allotted}
     for cell in missing:
         of_table.setdefault(cell.experiment, []).append(cell)
     words = (
         f"All of them together read {len(cells)} cells, which take {hours(cells, results):.0f} hours on two cores. "
-        f"{len(missing)} of them, {hours(missing, results):.0f} hours, are not made yet:"
+        f"{len(missing)} of them, {hours(missing, results):.0f} hours, are not made yet. "
+        f"{math.fsum(allotted.values()):g} hours are allotted to them, in this order; where they are fewer than are "
+        "left, seeds are made one by one:"
     )
     lines = [
-        [name, str(len(some)), f"{hours(some, results):.2f}", ", ".join(_claims_of(some, of_claims))]
-        for name, some in sorted(of_table.items(), key=lambda item: -hours(item[1], results))
+        [
+            name,
+            f"{allotted.get(name, 0.0):g}",
+            str(len(some)),
+            f"{hours(some, results):.2f}",
+            _claims_of(some, of_claims),
+        ]
+        for name, some in of_table.items()
+        if some
     ]
-    head = ["table", "cells left", "hours", "for"]
-    return f"{words}\n\n{markdown(head, lines)}" if lines else words.replace(":", ".")
+    return f"{words}\n\n{markdown(['table', 'hours allotted', 'cells left', 'hours left', 'for'], lines)}"
 
 
-def _claims_of(cells: Sequence[Cell], of_claims: Mapping[str, set[Cell]]) -> list[str]:
-    return [name for name, read in of_claims.items() if not read.isdisjoint(cells)]
+def _claims_of(cells: Sequence[Cell], of_claims: Mapping[str, set[Cell]]) -> str:
+    return ", ".join(name for name, read in of_claims.items() if not read.isdisjoint(cells))

@@ -4,11 +4,12 @@ import re
 from pathlib import Path
 
 import pytest
+from fake_experiments import held
 
 from dpfl_lightning.errors import UserError
 from experiments.papers import __main__ as command
 from experiments.papers import claims
-from experiments.papers.cells import RESULTS, missing_cells
+from experiments.papers.cells import RESULTS, contents, declaration, missing_cells, write
 from experiments.papers.claims import (
     CONFIRMED,
     DIRECTION,
@@ -180,15 +181,79 @@ def test_the_page_of_other_results_lies_beside_them(tmp_path, monkeypatch, capsy
 def test_what_is_left_is_counted_once_though_several_claims_need_it(tmp_path):
     """R3 and R5 read the same cells of noise_aware.paired, and rates of noise_aware.tuning."""
     chosen = [one for one in claims.claims() if one.id in ("R3", "R5")]
-    text = claims._left(chosen, tmp_path)
+    text = claims._left(chosen, {"noise_aware.clients": 1.5}, tmp_path)
     lines = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| noise")
     ]
     cells = with_needed(cell for one in chosen for cell in one.cells())
     assert {line[0] for line in lines} == {f"noise_aware.{name}" for name in ("paired", "clients", "tuning")}
-    assert sum(int(line[1]) for line in lines) == len(cells) < sum(len(with_needed(one.cells())) for one in chosen)
-    assert next(line[3] for line in lines if line[0] == "noise_aware.paired") == "R3, R5"
-    assert sum(float(line[2]) for line in lines) == pytest.approx(claims.hours(cells, tmp_path), abs=0.02)
+    assert lines[0][:2] == ["noise_aware.clients", "1.5"], "in the order of the allotment"
+    assert sum(int(line[2]) for line in lines) == len(cells) < sum(len(with_needed(one.cells())) for one in chosen)
+    assert next(line[4] for line in lines if line[0] == "noise_aware.paired") == "R3, R5"
+    assert sum(float(line[3]) for line in lines) == pytest.approx(claims.hours(cells, tmp_path), abs=0.02)
+
+
+def test_the_command_of_a_claim_makes_its_cells_alone_and_judges_it(tmp_path, capsys):
+    assert command.main(["claims", "C10", "--results", str(tmp_path), "--show"]) == 0
+    assert "None of the 5 cells is made yet." in capsys.readouterr().out
+    assert command.main(["claims", "C10", "B7", "--results", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "**C10** Lemma 4.1" in printed and "variance, ratio: 602 to 880" in printed and "**B7** Quotas" in printed
+    made = [line for path in tmp_path.glob("*.jsonl") for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len(made) == 5 + 4 and not (tmp_path / "papers.md").exists()
+    assert command.main(["claims", "C99", "--results", str(tmp_path)]) == 2
+    assert "`NAME` must be a claim" in capsys.readouterr().err
+    for words in (["--rows", "paper"], ["--seeds", "1"], ["--again"], ["--rounds", "5"]):
+        assert command.main(["claims", "C10", *words, "--results", str(tmp_path)]) == 2
+        assert f"`{words[0]}` must be left out after claims" in capsys.readouterr().err
+
+
+def test_cells_that_a_claim_waits_for_are_made_before(tmp_path, monkeypatch):
+    """Rates first; where the best is an end of the range, the rate beyond it is known only then."""
+    (claim,) = (one for one in claims.claims() if one.id == "C1")
+    order = []
+
+    def make(cells, runner):
+        for cell in cells:
+            order.append(cell)
+            best = 80.0 if cell.row.endswith("_0.625") else 60.0
+            write(runner.results, cell, {**held(accuracy=best), "declared": declaration(cell)})
+        return []
+
+    monkeypatch.setattr(command, "make", make)
+    assert command.main(["claims", "C1", "--results", str(tmp_path)]) == 0
+    assert order[0].experiment == "clustered.rates" and set(claim.cells()) <= set(order)
+    beyond = [place for place, cell in enumerate(order) if cell.row.endswith("_beyond")]
+    assert beyond and max(beyond) < order.index(claim.cells()[0])
+    assert len(order) == len(set(order)) == 20 + 2 * 2 * (5 + 1) * 3
+
+
+def test_thirty_hours_are_allotted_to_the_tables_of_the_claims():
+    allotted = claims.read_yaml(str(claims.FILE))["allotted"]
+    needed = {cell.experiment for one in claims.claims() for cell in with_needed(one.cells())}
+    missing = {cell.experiment for one in claims.claims() for cell in missing_cells(with_needed(one.cells()), RESULTS)}
+    assert missing <= set(allotted) <= needed and 0 < sum(allotted.values()) <= 30
+
+
+def test_cells_tell_their_commit_or_that_they_have_none():
+    text = {one.id: claims._details(one, dict.fromkeys(one.tables, "rounds."), RESULTS) for one in claims.claims()}
+    assert "Cells of commits b9d7fee8, b9d7fee8 with changes." in text["C6"]
+    assert "Cells of 2026-11-20, without a commit." in text["C4"]
+
+
+def test_the_rate_of_pfa_is_part_of_its_lead_at_dist7():
+    """The remark's numbers are those of kept cells, and their command stands beside them."""
+    (remark,) = (one.remark for one in claims.claims() if one.id == "R2")
+    cells = {
+        (one["row"], one["column"], bool(one["overrides"])): one["values"]["accuracy"]
+        for one in contents(RESULTS, "noise_aware.table13").values()
+        if one["scale"] == "small"
+    }
+    plain, at_rate, pfa = (
+        cells[key] for key in (("robust_hdp", "dist7", False), ("robust_hdp", "dist7", True), ("pfa", "dist7", False))
+    )
+    assert f"{at_rate:.1f} %" in remark and f"{at_rate - plain:.1f} of the {pfa - plain:.1f} points" in remark
+    assert "--rows robust_hdp --columns dist7 --clients.learning_rate 0.006667`" in remark
 
 
 @pytest.mark.e2e
