@@ -376,7 +376,7 @@ def _details(claim: Claim, differs: Mapping[str, str], results: Path) -> str:
     ]
     missing = missing_cells(cells, results)
     made = [kept(results, cell) for cell in cells if cell not in set(missing)]
-    commits = sorted({one.get("commit", "")[:8] for one in made} - {""})
+    commits = sorted({one["commit"][:8] + "+" * one["commit"].endswith("+") for one in made if one.get("commit")})
     tables_of = dict[str, list[str]]()
     for table in claim.tables:
         tables_of.setdefault(differs[table].strip(), []).append(table)
