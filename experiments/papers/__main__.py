@@ -52,8 +52,9 @@ def _run(set_by_user: Sequence[tuple[str, str]], options: argparse.Namespace) ->
     if first == "claims":
         from experiments.papers import claims
 
-        claims.PAGE.write_text(claims.page(options.results), encoding="utf-8")
-        print(f"{claims.PAGE} is written")
+        path = claims.page_of(options.results)
+        path.write_text(claims.page(options.results), encoding="utf-8")
+        print(f"{path} is written")
         return 0
     if first == "systems":
         return _systems(names)
@@ -167,7 +168,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "names",
         metavar="NAME",
         nargs="*",
-        help="tables, or a paper (all its tables); or: list; or: claims, which writes docs/papers.md; or: "
+        help="tables, or a paper (all its tables); or: list; or: claims, which writes docs/papers.md, "
+        "or DIR/papers.md with --results DIR; or: "
         "systems [PAPER], which plans and trains a round of every system",
     )
     add("--scale", metavar="small|paper", help="small: fewer rounds, where the table has it (the default); paper")

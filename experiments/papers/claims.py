@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import require
-from experiments.pages import markdown
-from experiments.papers.cells import finished, missing_cells, required_cells
+from experiments.pages import RESULTS, markdown
+from experiments.papers import tuning
+from experiments.papers.cells import Cell, finished, is_finished, kept, missing_cells, required_cells
 from experiments.papers.experiment import Experiment
 from experiments.papers.registry import experiments
+from experiments.papers.report import not_tuned
 from experiments.papers.run import seconds_of
 from experiments.papers.systems import section
-from experiments.papers.tuning import accuracies
 
 FILE, PAGE = Path(__file__).parent / "claims.yaml", Path("docs/papers.md")
 FEWEST = 3  # seeds of a verdict
-CONFIRMED, NOT, UNDECIDED, REFUTED = "confirmed", "not confirmed", "undecided", "refuted"
+CONFIRMED, DIRECTION, SMALLER, NOT = "confirmed", "direction only", "smaller", "not confirmed"
+UNDECIDED, REFUTED, NO_VERDICT, MIXED = "undecided", "refuted", "no verdict", "mixed"
+OPEN = "not decided at this scale"
 PAPERS = {
     "noise_aware": ("Robust-HDP", "noise_aware.md"),
     "clustered": ("R-DPCFL", "clustered.md"),
@@ -49,86 +53,118 @@ class Claim:
     compare: Sequence[Mapping[str, Any]] = ()
     grows: Sequence[Mapping[str, Any]] = ()
     facts: Sequence[Mapping[str, Any]] = ()
-    judged: Mapping[str, str] = field(default_factory=dict)
-    open: Mapping[str, Any] = field(default_factory=dict)
+    searches: Sequence[Mapping[str, Any]] = ()
     remark: str = ""
 
     def findings(self, results: Path) -> list[Finding]:
         found = [one for part in self.compare for one in _compared(part, results)]
         found += [one for part in self.grows for one in _grown(part, results)]
         found += [one for part in self.facts for one in _computed(part, results)]
-        if self.judged:
-            found.append(Finding(self.judged["verdict"], f"{self.judged['because']} ({self.judged['where']})", ""))
-        return found
+        return found + [one for part in self.searches for one in _searched(part, results)]
 
     def verdict(self, results: Path) -> str:
-        """Return the verdict of all parts: `mixed` if they differ, `open` without finished cells."""
+        """Return the verdict of all parts: `mixed` if they differ, `OPEN` without finished cells."""
         verdicts = dict.fromkeys(one.verdict for one in self.findings(results))
         if len(verdicts) > 1 and REFUTED in verdicts and not (self.compare or self.grows):
             return REFUTED  # a bound has to hold in every column
-        return "open" if not verdicts else next(iter(verdicts)) if len(verdicts) == 1 else "mixed"
+        return OPEN if not verdicts else next(iter(verdicts)) if len(verdicts) == 1 else MIXED
 
     @property
     def tables(self) -> list[str]:
-        return list(dict.fromkeys(part["table"] for part in self.parts))
+        return list(dict.fromkeys(table for part in self.parts for table in (part["table"], *part.get("beside", ()))))
 
     @property
     def parts(self) -> list[Mapping[str, Any]]:
         """What reads tables."""
-        return [*self.compare, *self.grows, *self.facts]
+        return [*self.compare, *self.grows, *self.facts, *self.searches]
+
+    def cells(self) -> list[Cell]:
+        """Return the cells whose numbers the claim reads, each once."""
+        read = [cell for part in self.parts for cell in _cells_of(part)]
+        return list(dict.fromkeys(read))
 
 
 def claims() -> list[Claim]:
     """Return the claims of `claims.yaml`. Raises UserError for an unknown field, table, row or column."""
     listed = [Claim(**one) for one in read_yaml(str(FILE))["claims"]]
     for one in listed:
-        require(bool(one.parts or one.judged or one.open), one.id, "say what decides it", "nothing")
+        require(bool(one.parts), one.id, "say what decides it", "nothing")
         for part in one.parts:
             experiment = experiments()[part["table"]]
-            for row in (part["row"], *part.get("rivals", ()), *([part["than"]] if "than" in part else [])):
+            for row in _rows_of(part):
                 require(row in experiment.rows, f"{one.id}.{part['table']}", "have such a row", row)
             for column in _columns(part, experiment):
                 require(column in experiment.columns, f"{one.id}.{part['table']}", "have such a column", column)
     return listed
 
 
+def _rows_of(part: Mapping[str, Any]) -> list[str]:
+    named = [*(part[key] for key in ("row", "than", "equals") if key in part), *part.get("rivals", ())]
+    return list(dict.fromkeys(named))
+
+
 def _columns(part: Mapping[str, Any], experiment: Experiment) -> list[str]:
+    """Return the columns whose cells a part reads."""
     named = [*part.get("columns", ()), *(part[key] for key in ("column", "from", "to") if key in part)]
-    return named or list(experiment.columns)
+    return list(dict.fromkeys(named)) or list(experiment.columns)
+
+
+def _cells_of(part: Mapping[str, Any]) -> list[Cell]:
+    experiment = experiments()[part["table"]]
+    read = experiment.restricted(_rows_of(part) or None, _columns(part, experiment))
+    beside = (experiments()[name] for name in part.get("beside", ()))
+    return [cell for one in (read, *beside) for cell in required_cells(one, one.scale(None))]
+
+
+# ---- paired differences
 
 
 def _compared(part: Mapping[str, Any], results: Path) -> Iterator[Finding]:
     """Yield a finding for each column and rival with finished cells, in the direction in which the row is better."""
     experiment, row = experiments()[part["table"]], part["row"]
     for column in part.get("columns", experiment.columns):
+        place = part.get("from", column)
         for rival in part["rivals"]:
-            of_seed = _differences(part, rival, column, part.get("from", column), results)
+            of_seed = _differences(part, rival, column, place, results)
             if not of_seed:
                 continue
-            differences, sign = [*of_seed.values()], _sign(experiment, row)
-            effect = part.get("effect", _papers_effect(experiment, row, rival, column, sign))
-            names = f"{experiment.rows[row].title} - {experiment.rows[rival].title}"
-            where = f"{names}, {experiment.columns[column].title}"
-            shown = f"{where}: {in_words(differences, experiment.decimals)}"
-            published = "-" if effect is None else f"{effect:+.1f}"
-            yield Finding(verdict_of(differences, effect, part.get("within", 0.0)), shown, published)
+            differences, within = [*of_seed.values()], part.get("within", 0.0)
+            effect = part.get("effect", papers_effect(experiment, row, rival, column, place))
+            where = experiment.columns[column].title
+            where += f" against {experiment.columns[place].title}" if place != column else ""
+            names = experiment.rows[row].title
+            names += f" - {experiment.rows[rival].title}" if rival != row else ""
+            shown = f"{names}, {where}: {in_words(differences, experiment.decimals)}"
+            verdict = verdict_of(differences, effect, within)
+            yield _unless_untuned(Finding(verdict, shown, _signed(effect)), experiment, (column, place), results)
 
 
 def _grown(part: Mapping[str, Any], results: Path) -> Iterator[Finding]:
     """Yield a finding for each rival: by how much the row's lead is larger in the column `to` than in `from`."""
-    experiment, row = experiments()[part["table"]], part["row"]
+    experiment, row, places = experiments()[part["table"]], part["row"], (part["from"], part["to"])
     for rival in part["rivals"]:
-        before, after = (_differences(part, rival, part[key], part[key], results) for key in ("from", "to"))
+        before, after = (_differences(part, rival, place, place, results) for place in places)
         differences = [after[seed] - before[seed] for seed in before if seed in after]
         if not differences:
             continue
-        sign, titles = _sign(experiment, row), (experiment.columns[part[key]].title for key in ("from", "to"))
-        leads = [_papers_effect(experiment, row, rival, part[key], sign) for key in ("from", "to")]
+        leads = [papers_effect(experiment, row, rival, place, place) for place in places]
         effect = None if leads[0] is None or leads[1] is None else leads[1] - leads[0]
         names = f"Lead of {experiment.rows[row].title} over {experiment.rows[rival].title}"
-        shown = f"{names}, from {' to '.join(titles)}: {in_words(differences, experiment.decimals)}"
-        published = "-" if effect is None else f"{effect:+.1f}"
-        yield Finding(verdict_of(differences, effect), shown, published)
+        titles = " to ".join(experiment.columns[place].title for place in places)
+        shown = f"{names}, from {titles}: {in_words(differences, experiment.decimals)}"
+        finding = Finding(verdict_of(differences, effect), shown, _signed(effect))
+        yield _unless_untuned(finding, experiment, places, results)
+
+
+def _unless_untuned(finding: Finding, experiment: Experiment, columns: Sequence[str], results: Path) -> Finding:
+    """Return the finding without its verdict if in one of its columns a row is above its own upper bound."""
+    if any(not_tuned(experiment, experiment.scale(None), results, column) for column in columns):
+        return finding._replace(verdict=NO_VERDICT, ours=f"{finding.ours}, not tuned")
+    return finding
+
+
+def _signed(effect: float | None) -> str:
+    return "-" if effect is None else f"{effect:+.1f}"
 
 
 def _differences(
@@ -138,7 +174,7 @@ def _differences(
     experiment, row = experiments()[part["table"]], part["row"]
     cells = finished(results, experiment, experiment.scale(None))
     ours, theirs = (
-        accuracies(experiment, name, cells.get((name, place), ()))
+        tuning.accuracies(experiment, name, cells.get((name, place), ()))
         for name, place in ((row, column), (rival, column_of_rival))
     )
     return {seed: _sign(experiment, row) * (ours[seed] - theirs[seed]) for seed in ours if seed in theirs}
@@ -150,26 +186,28 @@ def _sign(experiment: Experiment, row: str) -> int:
     return -1 if (better if isinstance(better, str) else better.get(row, "")) == "lower" else 1
 
 
-def _papers_effect(experiment: Experiment, row: str, rival: str, column: str, sign: int) -> float | None:
-    ours, theirs = experiment.paper_number(row, column), experiment.paper_number(rival, column)
-    return None if ours is None or theirs is None else sign * (ours - theirs)
+def papers_effect(experiment: Experiment, row: str, rival: str, column: str, column_of_rival: str) -> float | None:
+    """Return by how much the row is better than the rival in the paper; None where it has no number."""
+    ours, theirs = experiment.paper_number(row, column), experiment.paper_number(rival, column_of_rival)
+    return None if ours is None or theirs is None else _sign(experiment, row) * (ours - theirs)
 
 
 def verdict_of(differences: Sequence[float], effect: float | None, within: float = 0.0) -> str:
-    """Return the verdict of paired differences: the 95 % interval decides.
+    """Return the verdict of paired differences by their 95 % interval; the head of the page has the rules.
 
-    `effect` is the paper's difference, and `within` how much worse still counts as equal.
+    `effect` is the paper's difference. `within` is how much worse still counts as equal; then `effect` is not used.
 
-    >>> verdict_of([2.0, 2.1, 1.9], effect=2.0), verdict_of([0.0, 0.1, -0.1], effect=2.0), verdict_of([2.0], effect=2.0)
-    ('confirmed', 'not confirmed', 'undecided')
+    >>> verdict_of([2.0, 2.1, 1.9], 2.0), verdict_of([2.0, 2.1, 1.9], 9.0), verdict_of([0.0, 0.1, -0.1], 2.0)
+    ('confirmed', 'smaller', 'not confirmed')
     """
     if len(differences) < FEWEST:
         return UNDECIDED
     mean, half = fmean(differences), _half_width(differences)
-    if mean - half > -within:
-        return CONFIRMED
-    least = 0.0 if effect is None else max(effect, 0.0) / 2
-    return NOT if mean + half < least - within else UNDECIDED
+    least, most = mean - half + within, mean + half + within
+    half_of_papers = 0.0 if effect is None or within else max(effect, 0.0) / 2
+    if least > 0:
+        return SMALLER if most < half_of_papers else DIRECTION if least < half_of_papers else CONFIRMED
+    return NOT if most < half_of_papers else UNDECIDED
 
 
 def _half_width(differences: Sequence[float]) -> float:
@@ -192,6 +230,9 @@ def in_words(differences: Sequence[float], decimals: int) -> str:
     return f"{mean:+.{decimals}f} ± {error:.{decimals}f} ({count} seeds; {seen:.{decimals}f} would have been seen)"
 
 
+# ---- numbers without seeds
+
+
 def _computed(part: Mapping[str, Any], results: Path) -> Iterator[Finding]:
     """Yield one finding of all columns: whether the bound holds in each."""
     experiment = experiments()[part["table"]]
@@ -200,23 +241,92 @@ def _computed(part: Mapping[str, Any], results: Path) -> Iterator[Finding]:
     if not columns:
         return
 
-    def of(row: str, column: str) -> float:
-        return fmean(run["values"][experiment.rows[row].value] for run in cells[row, column])
+    def of(row: str) -> list[float]:
+        return [fmean(run["values"][experiment.rows[row].value] for run in cells[row, one]) for one in columns]
 
+    values, title = of(part["row"]), experiment.rows[part["row"]].title
     if "than" in part:
-        pairs = [(of(part["row"], one), of(part["than"], one)) for one in columns]
-        holds = all(ours <= part["factor"] * other for ours, other in pairs)
-        ratios = [ours / other for ours, other in pairs if other]
-        words, than = f"{min(ratios):.3g} to {max(ratios):.3g} times", experiment.rows[part["than"]].title
-        shown, bound = f"{experiment.rows[part['row']].title}: {words} {than}", f"at most {part['factor']:g} times"
+        others = of(part["than"])
+        holds = all(ours <= part["factor"] * other for ours, other in zip(values, others, strict=True))
+        ratios = [ours / other for ours, other in zip(values, others, strict=True) if other]
+        words, bound = (
+            f"{_range(ratios)} times {experiment.rows[part['than']].title}",
+            f"at most {part['factor']:g} times",
+        )
+    elif part.get("falls"):
+        holds = all(after < before for before, after in itertools.pairwise(values))
+        first, last = (experiment.columns[one].title for one in (columns[0], columns[-1]))
+        words, bound = f"{values[0]:.3g} at {first} to {values[-1]:.3g} at {last}", "falls"
     else:
-        values = [of(part["row"], one) for one in columns]
         most, least = part.get("at_most", math.inf), part.get("at_least", -math.inf)
         holds = least <= min(values) and max(values) <= most
-        bound = f"at most {most:g}" if "at_most" in part else f"at least {least:g}"
-        words = f"{values[0]:.3g}" if len(values) == 1 else f"{min(values):.3g} to {max(values):.3g}"
-        shown = f"{experiment.rows[part['row']].title}: {words}"
-    yield Finding(CONFIRMED if holds else REFUTED, shown, bound)
+        bounds = (f"at least {least:g}" if least > -math.inf else "", f"at most {most:g}" if most < math.inf else "")
+        words, bound = _range(values), " and ".join(filter(None, bounds))
+    yield Finding(CONFIRMED if holds else REFUTED, f"{title}: {words}", bound)
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _searched(part: Mapping[str, Any], results: Path) -> Iterator[Finding]:
+    """Yield a finding of a search over a set: its choice (`regret`), or its seconds with those of the set."""
+    from experiments.papers.distillation.judgements import judged, with_interval
+
+    experiment = experiments()[part["table"]]
+    cells = finished(results, experiment, experiment.scale(None))
+    found = {scorer: judged(experiment, cells, scorer) for scorer in ("distilled", "random", "federated")}
+    of_set, of_random, of_federation = found.values()
+    if of_set is None or of_random is None or of_federation is None:
+        return
+    if "regret" in part:
+        seeds = min(len(cells[row, "distilled"]) for row in experiment.rows if (row, "distilled") in cells)
+        worse = of_set.regret - of_federation.regret
+        verdict = UNDECIDED if seeds < FEWEST else CONFIRMED if worse <= part["regret"] else NOT
+        points = f"{of_set.regret:.1f} points below the best, that of as many random records {of_random.regret:.1f}"
+        ranks = [with_interval(one.spearman, one.candidates) for one in (of_set, of_random)]
+        shown = f"{experiment.name}: the set's choice is {points}. Spearman {ranks[0]} and {ranks[1]}. {_seeds(seeds)}"
+        yield Finding(verdict, shown, f"at most {part['regret']:g} points")
+        return
+    of_making = sum(kept(results, cell)["seconds"] for cell in _made(part, results))
+    ours, theirs = of_making + of_set.candidates * of_set.seconds, of_set.candidates * of_federation.seconds
+    trials = f"{of_set.candidates} trials of {of_set.seconds:.0f} s"
+    shown = f"{experiment.name}: {ours:.0f} s, {of_making:.0f} s of them for the set and {trials}; in the federation "
+    verdict = CONFIRMED if ours < theirs else REFUTED
+    yield Finding(verdict, f"{shown}{theirs:.0f} s, {of_federation.seconds:.0f} s a trial", "less time")
+
+
+def _made(part: Mapping[str, Any], results: Path) -> list[Cell]:
+    """Return the finished cells of the tables beside that of the part."""
+    beside = [experiments()[name] for name in part.get("beside", ())]
+    return [cell for one in beside for cell in required_cells(one, one.scale(None)) if is_finished(cell, results)]
+
+
+def _seeds(count: int) -> str:
+    return "1 seed" if count == 1 else f"{count} seeds"
+
+
+# ---- what it costs
+
+
+def with_needed(cells: Iterable[Cell]) -> list[Cell]:
+    """Return these cells and those whose results choose their options, each once."""
+    found: dict[Cell, None] = {}
+    waiting = list(cells)
+    while waiting:
+        cell = waiting.pop(0)
+        if cell not in found:
+            found[cell] = None
+            waiting += tuning.asked_by(cell)
+    return list(found)
+
+
+def hours(cells: Sequence[Cell], results: Path) -> float:
+    """Return the hours on two cores: measured of finished cells, estimated of others."""
+    missing = missing_cells(list(cells), results)
+    made = [cell for cell in cells if cell not in set(missing)]
+    return (math.fsum(kept(results, cell)["seconds"] for cell in made) + seconds_of(missing, results)) / 3600
 
 
 # ---- the page
@@ -227,38 +337,85 @@ def page(results: Path) -> str:
     text, listed = read_yaml(str(FILE)), claims()
     parts = ["# The papers' claims", "<!-- Written by `python -m experiments.papers claims`. -->", text["head"].strip()]
     counts = Counter(one.verdict(results) for one in listed)
-    parts.append(f"Of {len(listed)} claims {', '.join(f'{n} are {verdict}' for verdict, n in counts.items())}.")
+    parts.append(f"{len(listed)} claims: {', '.join(f'{n} {verdict}' for verdict, n in counts.most_common())}.")
+    parts.append(_left(listed, results))
     for paper, (title, details) in PAPERS.items():
-        rows = [row for one in listed if one.paper == paper for row in _rows(one, results)]
+        of_paper = [one for one in listed if one.paper == paper]
+        rows = [[one.id, one.claim, f"**{one.verdict(results)}**", _cost(one, results)] for one in of_paper]
         parts += [
             f"## {title}",
-            markdown(["", "claim", "verdict", "ours", "the paper's", "command"], rows),
+            markdown(["", "claim", "verdict", "hours, of them left"], rows),
             f"{text['use'][paper].strip()} [Details]({details}).",
+            f"### What was found: {title}",
+            *(_details(one, text["differs"], results) for one in of_paper),
+            f"### Systems: {title}",
             section(paper),
         ]
     return "\n\n".join(parts) + "\n"
 
 
-def _rows(claim: Claim, results: Path) -> list[list[str]]:
-    findings, verdict = claim.findings(results), claim.verdict(results)
-    commands = "; ".join(f"`python -m experiments.papers {table}`" for table in claim.tables)
-    left = _left(claim, results)
-    ours = "<br>".join(f"{one.ours}: {one.verdict}" if verdict == "mixed" else one.ours for one in findings)
-    words = " ".join(filter(None, [ours, claim.remark, left]))
-    published = "<br>".join(one.papers for one in findings)
-    return [[claim.id, claim.claim, f"**{verdict}**", words or "-", published or "-", commands or "-"]]
+def page_of(results: Path) -> Path:
+    """Return the file of the page: that of the docs for the project's own cells, else one beside the cells."""
+    return PAGE if results.resolve() == RESULTS.resolve() else results / PAGE.name
 
 
-def _left(claim: Claim, results: Path) -> str:
-    """Return what would decide a claim, and in how many hours."""
-    if claim.open:
-        return f"Would decide it: {claim.open['needs']}, about {claim.open['hours']:g} hours on two cores."
-    if claim.verdict(results) not in ("open", UNDECIDED):
-        return ""
-    missing = [
-        cell
-        for table in claim.tables
-        for cell in missing_cells(required_cells(experiments()[table], experiments()[table].scale(None)), results)
+def _cost(claim: Claim, results: Path) -> str:
+    cells = with_needed(claim.cells())
+    return f"{hours(cells, results):.2f}, {hours(missing_cells(cells, results), results):.2f}"
+
+
+def _details(claim: Claim, differs: Mapping[str, str], results: Path) -> str:
+    """Return what decides a claim: differences, what is not made yet, how it differs from the paper, and commands."""
+    verdict, cells = claim.verdict(results), claim.cells()
+    findings = claim.findings(results)
+    differing = len({one.verdict for one in findings}) > 1
+    lines = [
+        f"- {one.ours}{'' if one.papers == '-' else f'; {_whose(one)}: {one.papers}'}"
+        f"{f': *{one.verdict}*' if differing else ''}"
+        for one in findings
     ]
-    hours = seconds_of(missing, results) / 3600 if missing else 0.0
-    return f"Its tables lack {len(missing)} cells, about {hours:.1f} hours on two cores." if missing else ""
+    missing = missing_cells(cells, results)
+    made = [kept(results, cell) for cell in cells if cell not in set(missing)]
+    commits = sorted({one["commit"][:8] + "+" * one["commit"].endswith("+") for one in made if one.get("commit")})
+    tables_of = dict[str, list[str]]()
+    for table in claim.tables:
+        tables_of.setdefault(differs[table].strip(), []).append(table)
+    several = len(tables_of) > 1
+    protocols = [f"{', '.join(names)}: {text}" if several else text for text, names in tables_of.items()]
+    words = [claim.remark, "Other than in the paper:", *protocols]
+    if missing:
+        left = f"{len(missing)} of {len(cells)} cells are" if made else f"None of the {len(cells)} cells is"
+        words.append(f"{left} made yet." if not made else f"{left} not made yet.")
+    if commits:
+        words.append(f"Cells of {'commit' if len(commits) == 1 else 'commits'} {', '.join(commits)}.")
+    command = f"`python -m experiments.papers {' '.join(claim.tables)}`"
+    heading = f"**{claim.id}** {claim.claim}: *{verdict}*."
+    return "\n".join([" ".join(filter(None, [heading, *words, command])), *([""] if lines else []), *lines])
+
+
+def _whose(finding: Finding) -> str:
+    return "the paper" if finding.papers[0] in "+-" else "bound"
+
+
+def _left(listed: Sequence[Claim], results: Path) -> str:
+    """Return the hours of all claims, and a table of the missing cells of each table, those that it needs included."""
+    cells = with_needed(cell for claim in listed for cell in claim.cells())
+    missing = missing_cells(cells, results)
+    of_claims = {claim.id: set(with_needed(claim.cells())) for claim in listed}
+    of_table: dict[str, list[Cell]] = {}
+    for cell in missing:
+        of_table.setdefault(cell.experiment, []).append(cell)
+    words = (
+        f"All of them together read {len(cells)} cells, which take {hours(cells, results):.0f} hours on two cores. "
+        f"{len(missing)} of them, {hours(missing, results):.0f} hours, are not made yet:"
+    )
+    lines = [
+        [name, str(len(some)), f"{hours(some, results):.2f}", ", ".join(_claims_of(some, of_claims))]
+        for name, some in sorted(of_table.items(), key=lambda item: -hours(item[1], results))
+    ]
+    head = ["table", "cells left", "hours", "for"]
+    return f"{words}\n\n{markdown(head, lines)}" if lines else words.replace(":", ".")
+
+
+def _claims_of(cells: Sequence[Cell], of_claims: Mapping[str, set[Cell]]) -> list[str]:
+    return [name for name, read in of_claims.items() if not read.isdisjoint(cells)]

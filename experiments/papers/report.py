@@ -60,7 +60,7 @@ def report(experiment: Experiment, scale: str, results: Path, overrides: Overrid
     parts = [f"**{experiment.name}** {experiment.title}: {experiment.shows} ({frame})."]
     begun = any(number.ours is not None for number in table)
     if begun:
-        untuned = _not_tuned(experiment, cells)
+        untuned = _in_words_not_tuned(experiment, scale, results, overrides)
         parts += [_table(experiment, table), untuned or _verdict(experiment, table), *_paired(experiment, cells)]
     if experiment.summary is not None:
         parts.append(experiment.summary(experiment, cells))
@@ -156,23 +156,38 @@ def _verdict(experiment: Experiment, table: Sequence[Number]) -> str:
     return " ".join([*sentences, *_leaders(experiment, table)])
 
 
-def _not_tuned(experiment: Experiment, cells: Cells) -> str:
-    """Why the table has no verdict: a row is below another one of which it is an upper bound; empty if none is.
+def not_tuned(
+    experiment: Experiment, scale: str, results: Path, column: str = "", overrides: Overrides = ()
+) -> dict[str, list[str]]:
+    """Return upper bound -> the rows above it, in one column or in all; empty if none is. There is no verdict then.
 
-    Over common seeds it is below by more than two standard errors; with fewer than three of them, at all.
+    The bounds are those of the tables whose cells are shown. Over common seeds a row is above by more than two standard
+    errors; with fewer than three of them, at all.
     """
-    below = []
-    for bound, others in experiment.upper_bounds.items():
-        for row, (column, title) in itertools.product(others, experiment.columns.items()):
-            runs, bounds = (cells.get((one, column), ()) for one in (row, bound))
-            pairs = paired(runs, bounds, experiment.rows[row].value)
-            error = stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 2 else 0.0
-            if pairs and fmean(pairs) > 2 * error:
-                gap = _mean_and_error(pairs, experiment.decimals)
-                below.append(f"{experiment.rows[row].title} in {title.title} ({gap})")
-    if not below:
+    columns = [column] if column else list(experiment.columns)
+    shown = {experiment.source(row, one)[0]: None for row in experiment.rows for one in columns}
+    above: dict[str, list[str]] = {}
+    for table in (experiment if name == experiment.name else experiments()[name] for name in shown):
+        places = [one for one in columns if one in table.columns]
+        cells = finished(results, table, table.scale(scale), overrides) if table.upper_bounds else {}
+        for (bound, others), place in itertools.product(table.upper_bounds.items(), places):
+            for row in others:
+                pairs = paired(cells.get((row, place), ()), cells.get((bound, place), ()), table.rows[row].value)
+                error = stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 2 else 0.0
+                if pairs and fmean(pairs) > 2 * error:
+                    gap = _mean_and_error(pairs, table.decimals)
+                    words = f"{table.rows[row].title} in {table.columns[place].title} ({gap})"
+                    above.setdefault(table.rows[bound].title, []).append(words)
+    return above
+
+
+def _in_words_not_tuned(experiment: Experiment, scale: str, results: Path, overrides: Overrides) -> str:
+    """Why the table has no verdict; empty if it has one."""
+    above = not_tuned(experiment, scale, results, "", overrides)
+    if not above:
         return ""
-    names = " and ".join(experiment.rows[bound].title for bound in experiment.upper_bounds)
+    below = [words for one in above.values() for words in one]
+    names = " and ".join(above)
     return f"**Not tuned**, so there is no verdict: {names} must not be below other rows, but is: {'; '.join(below)}."
 
 

@@ -1,16 +1,19 @@
 """The setting of each row of a table, from the finished cells of a table that tunes it on public records."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from dpfl_lightning.errors import require
 from experiments.papers import cells
-from experiments.papers.cells import Cell, declared_keys, finished
+from experiments.papers.cells import Cell, declared_keys, finished, required_cells
 from experiments.papers.experiment import Cells, Experiment, NotNeeded, NotYet, Training
 from experiments.papers.registry import experiments
 
 BEYOND = "beyond"  # ends the name of a row whose setting follows from the others'
+
+_listeners: list[list[Cell]] = []  # each notes the cells from which settings are chosen
 
 
 def chosen(row: str, column: str, scale: str, table: str) -> float:
@@ -71,6 +74,8 @@ def settings_made(
 ) -> dict[Any, dict[int | None, float]]:
     """Setting -> seed -> accuracy of these settings, which are setting -> row of the tuning table."""
     table = tuning.restricted(list(names.values()), [place])
+    for asked in _listeners:
+        asked += required_cells(table, scale)
     made = finished(cells.RESULTS, table, scale)
     if missing := [name for name in names.values() if (name, place) not in made]:
         words = f"{tuning.name} --rows {','.join(missing)} --columns {place}{_scale_word(tuning, scale)}"
@@ -103,6 +108,18 @@ def best_setting(accuracy: Mapping[Any, Mapping[Any, float]]) -> Any:
     if not (common := set.intersection(*map(set, accuracy.values()))):
         raise NotYet(f"no seed has finished cells of all settings {sorted(accuracy)}: make them with the same --seeds")
     return max(sorted(accuracy), key=lambda setting: fmean(accuracy[setting][seed] for seed in common))
+
+
+def asked_by(cell: Cell) -> list[Cell]:
+    """Return the cells from which options of a cell are chosen, finished or not, as far as is known by now."""
+    training = experiments()[cell.experiment].cells[cell.row]
+    asked = list[Cell]()
+    if isinstance(training, Training):
+        _listeners.append(asked)
+        with contextlib.suppress(NotYet, NotNeeded):
+            training.options(cell.row, cell.column, cell.scale)
+        _listeners.pop()
+    return list(dict.fromkeys(asked))
 
 
 def setting_beyond(accuracy: Mapping[float, Mapping[Any, float]]) -> float | None:

@@ -1,19 +1,41 @@
 """The claims of the papers: their verdicts follow from cells, and their page from both."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from dpfl_lightning.errors import UserError
+from experiments.papers import __main__ as command
 from experiments.papers import claims
-from experiments.papers.cells import RESULTS
-from experiments.papers.claims import CONFIRMED, NOT, REFUTED, UNDECIDED, Claim, verdict_of
+from experiments.papers.cells import RESULTS, missing_cells
+from experiments.papers.claims import (
+    CONFIRMED,
+    DIRECTION,
+    MIXED,
+    NO_VERDICT,
+    NOT,
+    OPEN,
+    REFUTED,
+    SMALLER,
+    UNDECIDED,
+    Claim,
+    papers_effect,
+    verdict_of,
+    with_needed,
+)
+from experiments.papers.registry import experiments
 
 
 @pytest.mark.parametrize(
     ("differences", "effect", "within", "verdict"),
     [
-        ([2.0, 2.2, 1.8], 4.0, 0.0, CONFIRMED),
+        ([2.0, 2.2, 1.8], 3.0, 0.0, CONFIRMED),  # 1.5 to 2.5
+        ([2.0, 2.2, 1.8], None, 0.0, CONFIRMED),
+        ([2.0, 2.2, 1.8], -3.0, 0.0, CONFIRMED),  # the paper's own difference is against its claim
+        ([2.0, 2.2, 1.8], 4.0, 0.0, DIRECTION),  # half of the paper's 4 points lies within the interval
+        ([2.0, 2.2, 1.8], 5.2, 0.0, SMALLER),  # half of the paper's 5.2 points is above it
+        ([-2.0, -2.2, -1.8], 9.0, 3.0, CONFIRMED),  # a claim of equality has no effect
         ([0.0, 0.2, -0.2], 4.0, 0.0, NOT),  # excludes half of the paper's 4 points
         ([0.0, 0.2, -0.2], 0.3, 0.0, UNDECIDED),
         ([-2.0, -2.2, -1.8], None, 0.0, NOT),
@@ -35,11 +57,44 @@ def test_a_formula_is_refuted_by_one_column():
     assert finding.verdict == CONFIRMED
 
 
-def test_a_claim_without_cells_is_open_and_counts_them(tmp_path):
+def test_a_fact_may_fall_from_column_to_column():
+    rate = {"table": "clustered.theorem43", "row": "rate", "falls": True}
+    (finding,) = Claim("X", "clustered", "faster", facts=[rate]).findings(RESULTS)
+    assert finding.verdict == CONFIRMED and "at 1 to" in finding.ours
+    (finding,) = Claim(
+        "X", "clustered", "wider", facts=[{**rate, "row": "separation", "table": "clustered.lemma42"}]
+    ).findings(RESULTS)
+    assert finding.verdict == REFUTED
+
+
+def test_a_claim_without_cells_is_not_decided_and_tells_its_cells_and_hours(tmp_path):
     part = {"table": "clustered.paired", "row": "paper_all", "rivals": ["oracle_all"], "columns": ["rotation"]}
     claim = Claim("X", "clustered", "as good", compare=[part])
-    assert claim.verdict(tmp_path) == "open"
-    assert re.search(r"lack \d+ cells", claims._left(claim, tmp_path))
+    assert claim.verdict(tmp_path) == OPEN == "not decided at this scale"
+    cells = claim.cells()
+    assert {(cell.row, cell.column) for cell in cells} == {("paper", "rotation"), ("oracle", "rotation")}
+    assert "None of the 10 cells is made yet." in claims._details(claim, {"clustered.paired": "rounds."}, tmp_path)
+    needed = {cell.experiment for cell in with_needed(cells)} - {"clustered.paired"}
+    assert needed == {"clustered.rates"}, "rates are chosen from cells that are made first"
+    hours, left = map(float, claims._cost(claim, tmp_path).split(", "))
+    assert hours == left > (10 * 16 + 30 * 3) / 60 - 0.1
+
+
+def test_mixed_parts_show_their_verdicts_and_what_is_missing():
+    (claim,) = (one for one in claims.claims() if one.id == "R2")
+    text = claims._details(claim, dict.fromkeys(claim.tables, "rounds."), RESULTS)
+    assert claim.verdict(RESULTS) == MIXED and ": *undecided*" in text and ": *confirmed*" in text
+    missing = missing_cells(claim.cells(), RESULTS)
+    assert f"{len(missing)} of {len(claim.cells())} cells are not made yet." in text
+
+
+@pytest.mark.parametrize("table", ["clustered.table5", "clustered.table6"])
+def test_a_method_above_its_upper_bound_has_no_verdict(table):
+    """The bound is that of Table 5, whose runs Table 6 shows."""
+    row, rival = ("paper_all", "ifca_argmin_all") if table.endswith("5") else ("paper_worst", "ifca_argmin_worst")
+    part = {"table": table, "row": row, "rivals": [rival], "columns": ["eps5"]}
+    (finding,) = Claim("X", "clustered", "better", compare=[part]).findings(RESULTS)
+    assert finding.verdict == NO_VERDICT and finding.ours.endswith("not tuned")
 
 
 def test_a_lead_grows_if_it_is_larger_in_the_other_column_seed_by_seed(monkeypatch, tmp_path):
@@ -73,9 +128,72 @@ def test_a_claim_names_rows_and_columns_that_exist(key, monkeypatch):
         claims.claims()
 
 
+def parts():
+    return [(one, part) for one in claims.claims() for part in one.parts]
+
+
+def test_bounds_of_our_own_are_marked_in_the_claim():
+    for claim, part in parts():
+        own = [part[key] for key in ("within", "at_most", "at_least", "regret") if key in part]
+        own += [part["factor"]] if part.get("factor", 1) != 1 else []
+        for number in own:
+            if (claim.id, number) == ("B7", 1):
+                continue  # a budget is the paper's bound
+            assert "here: " in claim.claim and re.search(rf"\b{number:g}\b", f"{claim.claim} {claim.remark}"), claim.id
+
+
+def test_the_papers_own_numbers_are_within_a_tolerance():
+    for claim, part in parts():
+        for rival in part.get("rivals", ()) if "within" in part else ():
+            for column in part["columns"]:
+                experiment, place = experiments()[part["table"]], part.get("from", column)
+                effect = papers_effect(experiment, part["row"], rival, column, place)
+                assert effect is None or effect >= -part["within"], claim.id
+
+
+def test_each_table_of_a_claim_says_how_it_differs_from_the_paper():
+    differs = claims.read_yaml(str(claims.FILE))["differs"]
+    assert {table for one in claims.claims() for table in one.tables} <= set(differs)
+
+
+def test_the_rows_of_a_claim_are_the_papers():
+    of = {one.id: one for one in claims.claims()}
+    assert [part["row"] for part in of["B1"].compare] == ["least_noise"]
+    assert not {rival for part in of["B2"].compare for rival in part["rivals"]} & {"least_noise", "biased", "ours"}
+    assert [part["rivals"] for part in of["D2"].compare] == [["local_own"]]
+
+
+def test_a_search_is_judged_by_its_choice_and_by_its_seconds():
+    of = {one.id: one for one in claims.claims()}
+    found = of["D4"].findings(RESULTS)
+    assert {one.verdict for one in found} == {UNDECIDED} and "0.65" in found[0].ours and "0.08" in found[0].ours
+    (nas, hpo) = of["D5"].findings(RESULTS)
+    assert nas.verdict == hpo.verdict == CONFIRMED and "554 s of them for the set" in nas.ours
+
+
+def test_the_page_of_other_results_lies_beside_them(tmp_path, monkeypatch, capsys):
+    before = claims.PAGE.read_bytes()
+    assert command.main(["claims", "--results", str(tmp_path)]) == 0
+    assert claims.PAGE.read_bytes() == before and OPEN in (tmp_path / "papers.md").read_text(encoding="utf-8")
+
+
+def test_what_is_left_is_counted_once_though_several_claims_need_it(tmp_path):
+    """R3 and R5 read the same cells of noise_aware.paired, and rates of noise_aware.tuning."""
+    chosen = [one for one in claims.claims() if one.id in ("R3", "R5")]
+    text = claims._left(chosen, tmp_path)
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| noise")
+    ]
+    cells = with_needed(cell for one in chosen for cell in one.cells())
+    assert {line[0] for line in lines} == {f"noise_aware.{name}" for name in ("paired", "clients", "tuning")}
+    assert sum(int(line[1]) for line in lines) == len(cells) < sum(len(with_needed(one.cells())) for one in chosen)
+    assert next(line[3] for line in lines if line[0] == "noise_aware.paired") == "R3, R5"
+    assert sum(float(line[2]) for line in lines) == pytest.approx(claims.hours(cells, tmp_path), abs=0.02)
+
+
 @pytest.mark.e2e
 def test_the_page_has_all_claims_and_is_that_of_the_finished_cells():
     listed = claims.claims()
-    assert len(listed) == 28
-    assert len({one.id for one in listed}) == 28
+    assert len({one.id for one in listed}) == len(listed)
+    assert f"[{len(listed)} claims of the papers](papers.md)" in Path("docs/results.md").read_text(encoding="utf-8")
     assert claims.PAGE.read_text(encoding="utf-8") == claims.page(RESULTS), "python -m experiments.papers claims"

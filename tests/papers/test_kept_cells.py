@@ -8,7 +8,14 @@ from experiments.papers.registry import experiments
 pytestmark = pytest.mark.usefixtures("in_the_repository")
 
 #: tables of formulas
-FORMULAS = ("noise_aware.table3", "clustered.full_batch_cost", "clustered.selection_cost")
+FORMULAS = (
+    "noise_aware.table3",
+    "clustered.full_batch_cost",
+    "clustered.selection_cost",
+    "clustered.lemma41",
+    "selection.p2",
+    "selection.quotas",
+)
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -51,8 +51,19 @@ def test_one_round_of_every_system_is_planned_and_trained(paper):
     infinite = {name for name, words in found.items() if words.startswith("No differential privacy")}
     plain = {one.name for one in systems() if one.paper == paper and one.options.get("privacy", "") is None}
     published = {"RC-DPFL, R-DPCFL as published", "f-CDPFL as published", "f-CDPFL, initial models of the code"}
-    published.add("DPFL-BCS, losses of the noiseless step")
+    published |= {"DPFL-BCS, losses of the noiseless step", "DPFL-BCS as printed"}
     assert infinite == (plain | published) & set(found)
+
+
+def test_printed_two_stages_say_all_that_is_not_printed_and_one_has_both_printed_steps():
+    of = {one.name: one for one in systems() if "two_stages_as_printed" in one.options["strategies"]}
+    for one in of.values():
+        chosen = one.options["strategies"]["two_stages_as_printed"]
+        assert ("xact composition" in one.differs) == ("calibration" not in chosen), one.name
+        assert ("second loss is at the noisy update" in one.differs) == ("second_loss" not in chosen), one.name
+        assert "hole quotas" in one.differs
+    both = of["DPFL-BCS as printed"].options["strategies"]["two_stages_as_printed"]
+    assert {"calibration": "linear", "second_loss": "noiseless_step"}.items() <= both.items()
 
 
 def test_labels_say_which_pfa_projects_what():

@@ -44,6 +44,16 @@ def noise_multiplier(
     return solved.noise_multiplier("train")
 
 
+def first_round_variance(epsilon: float, batch: int, times: int) -> dict[str, float]:
+    """Lemma 4.1: z and the variance of a first update, z^2 / b^3 times a constant, for batch `batch` and `times` that.
+
+    >>> round(first_round_variance(5.0, 660, 10)["factor"])
+    740
+    """
+    small, large = noise_multiplier(epsilon, batch), noise_multiplier(epsilon, batch * times)
+    return {"small": small, "large": large, "factor": times**3 * (small / large) ** 2}
+
+
 def epsilon_alone(event: Release, times: int = 1) -> float:
     """The cost of so many such releases alone.
 

@@ -53,11 +53,26 @@ def number_of_groups(separation: float, params: int, draws: int) -> dict[str, fl
 
 def overlap_by_sampling(separation: float, draws: int, dimensions: int = 10, seed: int = 0) -> float:
     """The integral of min(f, g) of two Gaussians in so many dimensions: the mean of min(1, g / f) over draws of f."""
+    return float(_ratios(separation, draws, dimensions, seed).mean())
+
+
+def overlap(separation: float, draws: int) -> dict[str, float]:
+    """Lemma 4.2, the overlap of two components of known means: by sampling, by 2 Q(SS), and how far apart both are.
+
+    `errors` is their distance in standard errors of the sampling.
+    """
+    ratios, formula = _ratios(separation, draws), 2 * float(norm.sf(separation))
+    error, sampled = float(ratios.std(ddof=1)) / math.sqrt(draws), float(ratios.mean())
+    return {"sampled": sampled, "formula": formula, "errors": abs(sampled - formula) / error if error else 0.0}
+
+
+def _ratios(separation: float, draws: int, dimensions: int = 10, seed: int = 0) -> np.ndarray:
+    """min(1, g / f) at draws of f."""
     rng = np.random.default_rng(seed)
     points, mean = rng.standard_normal((draws, dimensions)), np.zeros(dimensions)
     mean[0] = 2 * separation
     log_ratio = (np.square(points).sum(axis=1) - np.square(points - mean).sum(axis=1)) / 2
-    return float(np.exp(np.minimum(log_ratio, 0.0)).mean())
+    return np.asarray(np.exp(np.minimum(log_ratio, 0.0)))
 
 
 def recovery(first_batch: int, distance: float, epsilon: float, draws: int) -> dict[str, float]:

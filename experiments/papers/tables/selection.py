@@ -2,7 +2,7 @@
 with Heterogeneous Differential Privacy".
 """
 
-from experiments.papers.declarations import by_scale, entry, lazy, table
+from experiments.papers.declarations import by_scale, entry, lazy, named, table
 from experiments.papers.experiment import Comparison, Tolerance
 
 _PERSONAL_NOTE = (
@@ -183,6 +183,65 @@ TABLES = [
             "The paper does not give evaluation, batches, seeds and calibration: compare the order of the rows. Its "
             "Lending Club and FEMNIST are read from files, which nobody has put here.",
         ],
+    ),
+    table(
+        "selection.mnist",
+        title="Table I, MNIST, Gaussian noise: PRIVATEFL alone and with two stages",
+        shows=_SHOWS,
+        rows=_rows("privatefl", "privatefl_two_stage"),
+        columns=[entry("fashion_mnist_gaussian_rates", "MNIST, Gaussian", {**_GAUSSIAN, "data.name": "mnist"})],
+        options=_RUN,
+        scales={"small": _SCALES["small"].replace("Fashion-MNIST", "MNIST")},
+        seeds={"small": [0, 1, 2]},
+        minutes={"small": 0.4},
+        paper={"privatefl": [22.95], "privatefl_two_stage": [91.84]},
+        comparison=Comparison(5, better="higher"),
+        notes=[_PERSONAL_NOTE, "Learning rates are those of Fashion-MNIST with Gaussian noise."],
+    ),
+    table(
+        "selection.p2",
+        title="Problem P2: constants that fit one loss, by the start of the search",
+        shows="fitted constants, the residual of the loss, and the ratio of bias to noise that P1 takes from them",
+        compute="selection.formulas:fitted",
+        rows=named(
+            {
+                "smoothness": "L",
+                "strong_convexity": "mu",
+                "lr_offset": "gamma",
+                "residual": "residual",
+                "ratio": "L + 3/8 mu (gamma + 190)",
+                "relative": "the same / that of the first start",
+            },
+            cell="formulas",
+        ),
+        columns=[
+            entry(name, f"start {', '.join(map(str, start))}", arguments={"start": start})
+            for name, start in (
+                ("first", [1.0, 8.0, 1.0, 1.0, 0.1]),
+                ("second", [5.0, 1.0, 2.0, 4.0, 2.0]),
+                ("third", [1.0, 8.0, 1.0, 10.0, 1.0]),
+            )
+        ],
+        decimals=4,
+        scales={"paper": "two clients, three rounds of the first stage, 190 of the second; a reported loss of 12"},
+        notes=["A start is |w_0 - w*|^2, gamma, sigma^2, L and mu. The paper gives none."],
+    ),
+    table(
+        "selection.quotas",
+        title="Quotas that are no whole numbers: participations, and what they spend of the budget",
+        shows="number of participations; share of the budget that they spend with Laplace noise. Columns: T_n",
+        compute="selection.formulas:spent",
+        rows=named(
+            {
+                "up": "participations as printed: until C_n >= T_n",
+                "spent": "share of the budget, each with epsilon / T_n",
+            },
+            cell="formulas",
+        ),
+        columns=[entry(f"t{quota:g}", f"{quota:g}", arguments={"quota": quota}) for quota in (0.4, 1.3, 2.5, 9.7)],
+        decimals=3,
+        scales={"paper": "Laplace noise, delta 0, where the epsilons of participations add up"},
+        notes=["Ours are the exact optimum among whole numbers, not rounded ones of the paper's."],
     ),
     table(
         "selection.alpha",

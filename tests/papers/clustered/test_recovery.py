@@ -13,6 +13,7 @@ from experiments.papers.clustered.recovery import (
     em_step,
     grouped,
     number_of_groups,
+    overlap,
     overlap_by_sampling,
     recovery,
 )
@@ -33,6 +34,13 @@ def test_means_are_as_far_apart_as_is_said(nested):
 @pytest.mark.parametrize("separation", [0.0, 1.0, 2.0, 3.0])
 def test_the_overlap_of_two_gaussians_is_two_tails(separation):
     assert overlap_by_sampling(separation, draws=400_000) == pytest.approx(2 * norm.sf(separation), rel=0.05)
+
+
+def test_the_distance_from_two_tails_is_in_standard_errors():
+    """A standard error of n draws in [0, 1] is at most 1 / (2 sqrt(n - 1))."""
+    found = overlap(1.0, draws=10_000)
+    assert found["formula"] == pytest.approx(0.317310508, rel=1e-8)
+    assert 0 < abs(found["sampled"] - found["formula"]) * 2 * math.sqrt(9_999) <= found["errors"] < 3
 
 
 def test_the_bound_of_the_lemma_says_nothing_of_recovery():
