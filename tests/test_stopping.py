@@ -1,5 +1,6 @@
 """SIGTERM, as docker stop, SLURM and systemd send it: real processes, stopped by a real signal."""
 
+import _thread
 import os
 import shlex
 import signal
@@ -19,6 +20,7 @@ from test_sweep import SMALL
 
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.runtime.stopping import Terminated, between_rounds, passed_on, terminable
+from dpfl_lightning.sites.node.service import Listener
 
 pytestmark = pytest.mark.e2e
 
@@ -89,6 +91,20 @@ def test_a_signal_whose_exception_python_drops_comes_again(count, block, number,
         for _ in range(100):
             time.sleep(0.02)
     assert reference() is None and "Traceback" not in capfd.readouterr().err
+
+
+def test_a_signal_that_does_not_interrupt_a_waiting_node_ends_it(tmp_path):
+    """It came just before the node began to wait for the next connection."""
+    listener = Listener(None, tmp_path / "socket", 1.0)
+    early = threading.Timer(0.3, _thread.interrupt_main, [signal.SIGTERM])
+    late = threading.Timer(10.0, listener.close)
+    for timer in (early, late):
+        timer.start()
+    with pytest.raises(Terminated), terminable():
+        listener.serve()
+    assert late.is_alive(), "something else ended it"
+    late.cancel()
+    listener.close()
 
 
 def test_a_handler_of_the_process_stays():

@@ -411,7 +411,7 @@ def _made_of(claim: Claim, results: Path) -> str:
         else f"None of the {len(cells)} cells is made yet."
     )
     commits = {one.get("commit", "") for one in made}
-    of = [f"{one[:8]}{' with changes' if one.endswith('+') else ''}" for one in sorted(commits - {""})]
+    of = [one[:8] + "+" * one.endswith("+") for one in sorted(commits - {""})]
     dates = sorted({one.get("date", "unknown dates") for one in made if not one.get("commit")})
     words = [left if missing else ""]
     words += [f"Cells of {'commit' if len(of) == 1 else 'commits'} {', '.join(of)}."] if of else []

@@ -237,7 +237,7 @@ def test_thirty_hours_are_allotted_to_the_tables_of_the_claims():
 
 def test_cells_tell_their_commit_or_that_they_have_none():
     text = {one.id: claims._details(one, dict.fromkeys(one.tables, "rounds."), RESULTS) for one in claims.claims()}
-    assert "Cells of commits b9d7fee8, b9d7fee8 with changes." in text["C6"]
+    assert "Cells of commits b9d7fee8, b9d7fee8+." in text["C6"]
     assert "Cells of 2026-11-20, without a commit." in text["C4"]
 
 

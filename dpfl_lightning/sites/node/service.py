@@ -25,6 +25,7 @@ from dpfl_lightning.sites.receipt import digest_of
 
 MOST_CONNECTIONS = 16
 _IDLE = 60.0  # seconds without a request after which a connection is closed; servers connect again
+_LOOKS = 0.5  # seconds between looks for signals while no connection comes
 _PAUSE = 0.1  # seconds after a connection that could not be accepted
 
 #: opens the study of an accepted plan, by its hash
@@ -170,12 +171,15 @@ class Listener:
         os.chmod(path, 0o660)  # the forwarder's group may connect
         self._inode = path.lstat().st_ino
         self._socket.listen()
+        self._socket.settimeout(_LOOKS)
 
     def serve(self) -> None:
         """Answer until `close`, or a signal."""
         while True:
             try:
                 connection, _ = self._socket.accept()
+            except TimeoutError:
+                continue  # so that a signal which came just before the call is handled
             except OSError:
                 if self._closed:
                     return
