@@ -292,9 +292,12 @@ def _searched(part: Mapping[str, Any], results: Path) -> Iterator[Finding]:
         seeds = min(len(cells[row, "distilled"]) for row in experiment.rows if (row, "distilled") in cells)
         worse = of_set.regret - of_federation.regret
         verdict = UNDECIDED if seeds < FEWEST else CONFIRMED if worse <= part["regret"] else NOT
-        points = f"{of_set.regret:.1f} points below the best, that of as many random records {of_random.regret:.1f}"
+        best = f"the set's choice is {of_set.regret:.1f} points below the best"
+        points = f"{best}, that of the federation {of_federation.regret:.1f}, that of as many random records"
         ranks = [with_interval(one.spearman, one.candidates) for one in (of_set, of_random)]
-        shown = f"{experiment.name}: the set's choice is {points}. Spearman {ranks[0]} and {ranks[1]}. {_seeds(seeds)}"
+        shown = (
+            f"{experiment.name}: {points} {of_random.regret:.1f}. Spearman {ranks[0]} and {ranks[1]}. {_seeds(seeds)}"
+        )
         yield Finding(verdict, shown, f"at most {part['regret']:g} points")
         return
     of_making = sum(kept(results, cell)["seconds"] for cell in _made(part, results))

@@ -168,6 +168,7 @@ def test_a_search_is_judged_by_its_choice_and_by_its_seconds():
     of = {one.id: one for one in claims.claims()}
     found = of["D4"].findings(RESULTS)
     assert {one.verdict for one in found} == {UNDECIDED} and "0.65" in found[0].ours and "0.08" in found[0].ours
+    assert "1.2 points below the best, that of the federation 0.0, that of as many random records 0.8" in found[0].ours
     (nas, hpo) = of["D5"].findings(RESULTS)
     assert nas.verdict == hpo.verdict == CONFIRMED and "554 s of them for the set" in nas.ours
 

@@ -309,7 +309,7 @@ TABLES = [
     ),
     table(
         "noise_aware.equal",
-        title="Table 20, equal budgets and batch sizes, 20 clients by Dirichlet 0.5",
+        title="Table 20, equal budgets and batch sizes, 20 clients by Dirichlet 1",
         shows="mean accuracy of the clients on their held-out records, %",
         rows=_rules("weiavg", "dpfedavg", "robust_hdp"),
         columns=[
@@ -320,7 +320,7 @@ TABLES = [
             **_SMALL,
             "clients.batch_size": 32,
             "data.records_per_client": None,
-            "data.partition": {"name": "dirichlet", "alpha": 0.5, "min_records": 300},
+            "data.partition": {"name": "dirichlet", "alpha": 1, "min_records": 300},
             "data.held_out_per_client": 120,
         },
         scales=_SCALE,
