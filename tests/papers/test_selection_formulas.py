@@ -10,13 +10,16 @@ from dpfl_lightning.privacy.accounting.events import LaplaceEvent
 from experiments.papers.selection.formulas import fitted, spent
 
 
-def test_each_start_of_the_search_fits_the_loss_and_gives_another_ratio():
-    found = [fitted(start) for start in ([1.0, 8.0, 1.0, 1.0, 0.1], [5.0, 1.0, 2.0, 4.0, 2.0])]
-    assert all(one["residual"] < 1e-6 and one["smoothness"] > one["strong_convexity"] for one in found)
-    for one in found:
-        by_hand = one["smoothness"] + 3 / 8 * one["strong_convexity"] * (one["lr_offset"] + 190)
-        assert one["ratio"] == pytest.approx(by_hand, rel=1e-12)
-    assert found[0]["relative"] == 1 and found[1]["relative"] == found[1]["ratio"] / found[0]["ratio"] > 5
+@pytest.mark.parametrize(
+    ("start", "ratio"),
+    [([1.0, 8.0, 1.0, 1.0, 0.1], 8.425), ([1.0, 2.0, 1.0, 3.0, 1.0], 75.0), ([1.0, 8.0, 1.0, 2.0, 0.7], 53.975)],
+)
+def test_the_ratio_is_that_of_the_start_as_the_distance_alone_fits_the_loss(start, ratio):
+    """By hand L + 3/8 mu (gamma + 190), such as 1 + 3/80 * 198."""
+    found = fitted(start)
+    assert found["residual"] < 1e-6 and found["ratio"] == pytest.approx(ratio, rel=1e-12)
+    assert [found[name] for name in ("lr_offset", "smoothness", "strong_convexity")] == [start[1], *start[3:]]
+    assert found["relative"] == pytest.approx(ratio / 8.425, rel=1e-12)
 
 
 @pytest.mark.parametrize("quota", [0.4, 1.3, 2.0, 9.7])

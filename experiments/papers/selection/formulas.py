@@ -14,10 +14,9 @@ from dpfl_lightning.papers.selection.printed_estimates import (
 )
 
 ROUNDS = 190
-#: two clients: participations 4 and 2, Gamma 1/2 and 1/4, Phi 1 and 2, and a reported loss of 12
-STAGE = FirstStage(
-    3, 2, np.array([4.0, 2.0]), np.array([0.5, 0.25]), 0.5, NoiseModel(3.0, 1.0, np.array([1.0, 2.0])), 12.0
-)
+#: 100 equal clients, of whom 20 take part in each of 10 rounds: two participations and Gamma 0.02 each, rho_min 1,
+#: noise of Lambda 0.1 and Phi 1, and the loss of guessing among ten classes
+STAGE = FirstStage(10, 20, np.full(100, 2.0), np.full(100, 0.02), 1.0, NoiseModel(0.1, 1.0, np.ones(100)), math.log(10))
 
 
 def fitted(start: Sequence[float]) -> dict[str, float]:
