@@ -94,7 +94,7 @@ def test_runs_are_tracked_in_one_experiment(places, new_store, tmp_path):
     (experiment,) = [one for one in client.search_experiments() if one.name != "Default"]
     assert experiment.name == "reproduce"
     (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.run_name == "example.digits/small/epsilon4_uniform_seed0"
+    assert run.info.run_name == "example.digits/small/epsilon4_uniform_seed0 (simulated)"
     found = [run.data.tags[name] for name in ("experiment", "row", "column", "scale", "seed")]
     assert found == ["example.digits", "uniform", "epsilon4", "small", "0"]
 
