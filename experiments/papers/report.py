@@ -161,17 +161,18 @@ def not_tuned(
 ) -> dict[str, list[str]]:
     """Return upper bound -> the rows above it, in one column or in all; empty if none is. There is no verdict then.
 
-    The bounds are those of the tables whose cells are shown. Over common seeds a row is above by more than two standard
-    errors; with fewer than three of them, at all.
+    The bounds are those of the tables whose cells are shown. A column in which a bound has no finished cell is judged
+    by all columns. Over common seeds a row is above by more than two standard errors; with fewer than three of them,
+    at all.
     """
     columns = [column] if column else list(experiment.columns)
     shown = {experiment.source(row, one)[0]: None for row in experiment.rows for one in columns}
     above: dict[str, list[str]] = {}
     for table in (experiment if name == experiment.name else experiments()[name] for name in shown):
-        places = [one for one in columns if one in table.columns]
         cells = finished(results, table, table.scale(scale), overrides) if table.upper_bounds else {}
-        for (bound, others), place in itertools.product(table.upper_bounds.items(), places):
-            for row in others:
+        for bound, others in table.upper_bounds.items():
+            places = columns if all((bound, one) in cells for one in columns) else table.columns
+            for place, row in itertools.product(places, others):
                 pairs = paired(cells.get((row, place), ()), cells.get((bound, place), ()), table.rows[row].value)
                 error = stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 2 else 0.0
                 if pairs and fmean(pairs) > 2 * error:

@@ -98,6 +98,13 @@ def test_a_method_above_its_upper_bound_has_no_verdict(table):
     assert finding.verdict == NO_VERDICT and finding.ours.endswith("not tuned")
 
 
+def test_a_column_without_its_upper_bound_has_no_verdict_if_another_one_shows_that_rates_are_not_tuned():
+    """At epsilon 2, with the rates of epsilon 5, the oracle has no cell."""
+    part = {"table": "clustered.table6", "row": "paper_worst", "rivals": ["ifca_argmin_worst"], "columns": ["eps2"]}
+    (finding,) = Claim("X", "clustered", "better", compare=[part]).findings(RESULTS)
+    assert finding.verdict == NO_VERDICT
+
+
 def test_a_lead_grows_if_it_is_larger_in_the_other_column_seed_by_seed(monkeypatch, tmp_path):
     leads = {"dist6_n20": [1.0, 3.0, 2.0], "dist6_n60": [3.1, 4.9, 4.0, 9.0]}  # the last seed is not paired
     cells = {("weiavg", column): [0.0] * len(of_seed) for column, of_seed in leads.items()}
