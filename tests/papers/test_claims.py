@@ -180,6 +180,7 @@ def test_a_search_is_judged_by_its_choice_and_by_its_seconds():
     assert nas.verdict == hpo.verdict == CONFIRMED and "554 s of them for the set" in nas.ours
 
 
+@pytest.mark.e2e
 def test_the_page_of_other_results_lies_beside_them(tmp_path, monkeypatch, capsys):
     before = claims.PAGE.read_bytes()
     assert command.main(["claims", "--results", str(tmp_path)]) == 0
@@ -216,6 +217,7 @@ def test_the_command_of_a_claim_makes_its_cells_alone_and_judges_it(tmp_path, ca
         assert f"`{words[0]}` must be left out after claims" in capsys.readouterr().err
 
 
+@pytest.mark.e2e
 def test_cells_that_a_claim_waits_for_are_made_before(tmp_path, monkeypatch):
     """Rates first; where the best is an end of the range, the rate beyond it is known only then."""
     (claim,) = (one for one in claims.claims() if one.id == "C1")
@@ -236,6 +238,7 @@ def test_cells_that_a_claim_waits_for_are_made_before(tmp_path, monkeypatch):
     assert len(order) == len(set(order)) == 20 + 2 * 2 * (5 + 1) * 3
 
 
+@pytest.mark.e2e
 def test_thirty_hours_are_allotted_to_the_tables_of_the_claims():
     allotted = claims.read_yaml(str(claims.FILE))["allotted"]
     needed = {cell.experiment for one in claims.claims() for cell in with_needed(one.cells())}
@@ -243,6 +246,7 @@ def test_thirty_hours_are_allotted_to_the_tables_of_the_claims():
     assert missing <= set(allotted) <= needed and 0 < sum(allotted.values()) <= 30
 
 
+@pytest.mark.e2e
 def test_cells_tell_their_commit_or_that_they_have_none():
     text = {one.id: claims._details(one, dict.fromkeys(one.tables, "rounds."), RESULTS) for one in claims.claims()}
     assert "Cells of commits b9d7fee8, b9d7fee8+." in text["C6"]

@@ -85,6 +85,7 @@ def algorithm_1(theta: np.ndarray, rounds: int, clients: int, dpsgd: Dpsgd) -> t
 STOPS = {"early": PcpSettings(), "at the solution": PcpSettings(1.0, 1e-10, math.inf, 0.0, 5000, double=True)}
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore:strategy robust_hdp.*clients count:UserWarning")
 @pytest.mark.parametrize(("stop", "within"), [("early", 0.02), ("at the solution", 1e-6)])
 def test_robust_hdp_is_algorithm_1(stop, within, make_loop, monkeypatch):
@@ -179,6 +180,7 @@ def small_linear(seed: int) -> nn.Module:
     return nn.Linear(6, 3)
 
 
+@pytest.mark.e2e
 @pytest.mark.filterwarnings("ignore:strategy clustered")
 @pytest.mark.parametrize("noise", [False, True], ids=["plain", "noisy"])
 @pytest.mark.parametrize("count", [3, 4, None])
@@ -228,6 +230,7 @@ def f_cdpfl(models: list[np.ndarray], rounds: int, sizes: list[int], dpsgd: Dpsg
     return np.stack(models), chosen
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("noise", [False, True], ids=["plain", "noisy"])
 @pytest.mark.parametrize("count", [3, 4])
 def test_f_cdpfl_as_published_is_its_box(count, noise, make_loop):
